@@ -1,0 +1,1 @@
+"""Tensor x pipeline x data parallel training of timm vision transformers."""

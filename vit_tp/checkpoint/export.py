@@ -1,0 +1,132 @@
+"""Weights as timm names them, in safetensors, written and read one stage at a time.
+
+    <run>/export/model.safetensors                        small models: one file, loads in stock timm strictly
+    <run>/export/model-00001-of-00014.safetensors ...     others: one file for each stage, and
+    <run>/export/model.safetensors.index.json             which tensor lies in which file
+
+Neither end ever needs more memory than one whole stage. Does not know: DeepSpeed, optimizers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from vit_tp.errors import CheckpointError
+from vit_tp.models.stages import Stage
+from vit_tp.models.weights import Fill
+from vit_tp.parallel.groups import Groups
+from vit_tp.sharding.state import full_tensor
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_SINGLE_FILE_BYTES = 2 * 1024**3
+
+
+def save_weights(
+    folder: Path,
+    stages: list[Stage],
+    all_stages: list[str],
+    groups: Groups,
+    weights_of: Callable[[nn.Parameter], Tensor],
+) -> None:
+    """Write the whole model's weights. Collective over the world.
+
+    Args:
+        folder: Where the files go; made if needed.
+        stages: What this rank holds.
+        all_stages: Names of all stages of the model, in order.
+        groups: This rank's peers.
+        weights_of: This rank's slice of a parameter as it should be saved; collective over dp.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    is_writer = groups.place.tp == 0 and groups.place.dp == 0
+    for stage in stages:
+        whole = {
+            name: full_tensor(param, weights_of(param), groups.tp_group).cpu().contiguous()
+            for name, param in stage.named_timm_parameters()
+        }
+        if is_writer:
+            save_file(whole, folder / _part(all_stages, stage.name), metadata={"format": "pt"})
+    dist.barrier()
+    if groups.rank == 0:
+        _finish(folder, [folder / _part(all_stages, name) for name in all_stages])
+    dist.barrier()
+
+
+def fill_from(folder: Path) -> Fill:
+    """Return a fill that reads a stage's weights from what `save_weights` wrote.
+
+    Raises:
+        CheckpointError: If there are no weights.
+    """
+    if (folder / WEIGHTS).is_file():
+        where = None
+    elif (folder / INDEX).is_file():
+        where = json.loads((folder / INDEX).read_text())["weight_map"]
+    else:
+        raise CheckpointError(f"{folder} holds no {WEIGHTS}, so there are no weights to load. Name a finished run.")
+
+    def fill(model: nn.Module, stage: Stage) -> None:
+        for name, param in stage.named_timm_parameters():
+            file = folder / (WEIGHTS if where is None else where.get(name, WEIGHTS))
+            param.copy_(_read(file, name, param))
+
+    return fill
+
+
+def _read(file: Path, name: str, param: Tensor) -> Tensor:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            saved = tensors.get_tensor(name)
+    except Exception as error:
+        raise CheckpointError(f"{name} cannot be read from {file}: {error}. Is it the export of another model?") from error
+    if saved.shape != param.shape:
+        raise CheckpointError(
+            f"{name} is {tuple(saved.shape)} in {file} but {tuple(param.shape)} in the model; "
+            f"these are weights of another model. Use the model, data and recipe of the run that wrote them."
+        )
+    return saved
+
+
+def _part(all_stages: list[str], name: str) -> str:
+    return f"model-{all_stages.index(name) + 1:05d}-of-{len(all_stages):05d}.safetensors"
+
+
+def _finish(folder: Path, parts: list[Path]) -> None:
+    if sum(part.stat().st_size for part in parts) <= MAX_SINGLE_FILE_BYTES:
+        whole: dict[str, Tensor] = {}
+        for part in parts:
+            whole |= load_file(part)
+        unfinished = folder / f"{WEIGHTS}.tmp"
+        save_file(whole, unfinished, metadata={"format": "pt"})
+        os.replace(unfinished, folder / WEIGHTS)
+        for part in parts:
+            part.unlink()
+        return
+    index = {"metadata": {"total_size": 0}, "weight_map": {}}
+    for part in parts:
+        for name, size in _sizes(part):
+            index["weight_map"][name] = part.name
+            index["metadata"]["total_size"] += size
+    unfinished = folder / f"{INDEX}.tmp"
+    unfinished.write_text(json.dumps(index, indent=1))
+    os.replace(unfinished, folder / INDEX)
+
+
+def _sizes(part: Path) -> Iterator[tuple[str, int]]:
+    with safe_open(part, framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
+            view = tensors.get_slice(name)
+            yield name, torch.Size(view.get_shape()).numel() * _BYTES[view.get_dtype()]
+
+
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}

@@ -1,0 +1,84 @@
+"""How a global batch is made of micro-batches, and how evaluation is cut.
+
+Global batch = micro-batch x accumulation x data-parallel replicas; tensor- and pipeline-parallel ranks work on the same
+samples and do not count. Does not know: samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vit_tp.config.schema import Config
+from vit_tp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Sizes of one optimiser step, in samples.
+
+    Args:
+        micro_batch_size: Samples of one forward pass on one replica.
+        eval_micro_batch_size: The same in evaluation.
+        grad_accum_steps: Micro-batches of one replica in one step.
+        global_batch_size: Samples in one step over all replicas.
+        dp_size: Data-parallel replicas.
+    """
+
+    micro_batch_size: int
+    eval_micro_batch_size: int
+    grad_accum_steps: int
+    global_batch_size: int
+    dp_size: int
+
+
+def batch_plan(config: Config, dp_size: int) -> BatchPlan:
+    """Divide recipe.global_batch_size over replicas and micro-batches.
+
+    With compute.micro_batch_size=null a replica's share is cut in the largest number of parts up to 2*pp that divides
+    it (a pipeline of pp stages is idle for (pp-1)/(parts+pp-1) of a step), and is one part where pp=1.
+
+    Args:
+        config: The whole configuration.
+        dp_size: Data-parallel replicas that there really are.
+
+    Raises:
+        ConfigError: The batch does not divide; names the nearest sizes that do.
+    """
+    whole, micro = config.recipe.global_batch_size, config.compute.micro_batch_size
+    unit = dp_size * (micro or 1)
+    if whole < 1 or unit < 1 or whole % unit:
+        below, above = whole // max(unit, 1) * unit, -(-whole // max(unit, 1)) * unit
+        legal = " or ".join(f"recipe.global_batch_size={size}" for size in (below, above) if size > 0)
+        parts = f"parallel.dp={dp_size}" + (f" * compute.micro_batch_size={micro} = {unit}" if micro else "")
+        advice = f"Use {legal}" + (_legal_micro(whole, dp_size) if micro else "") + "."
+        raise ConfigError(
+            f"recipe.global_batch_size={whole} is not a multiple of {parts}; "
+            f"every replica takes the same number of whole micro-batches in a step. {advice}"
+        )
+    share = whole // dp_size
+    if micro is None:
+        most = 2 * config.parallel.pp if config.parallel.pp > 1 else 1
+        micro = share // max(parts for parts in range(1, most + 1) if share % parts == 0)
+    return BatchPlan(micro, config.compute.eval_micro_batch_size or micro, share // micro, whole, dp_size)
+
+
+def eval_batch_plan(config: Config, dp_size: int) -> BatchPlan:
+    """Cut batches for an evaluation, where no optimiser step asks for a certain size.
+
+    Unlike `batch_plan` it never fails, so that a finished run can be evaluated on a grid whose replicas do not divide
+    the batch that it was trained with.
+
+    Args:
+        config: Of the run, with the grid of the evaluation.
+        dp_size: Data-parallel replicas that there really are.
+    """
+    micro = config.compute.eval_micro_batch_size or config.compute.micro_batch_size
+    micro = micro or max(1, config.recipe.global_batch_size // (2 * config.parallel.pp * dp_size))
+    return BatchPlan(micro, micro, 1, micro * dp_size, dp_size)
+
+
+def _legal_micro(whole: int, dp_size: int) -> str:
+    if whole % dp_size:
+        return ""
+    sizes = [size for size in range(1, whole // dp_size + 1) if whole // dp_size % size == 0]
+    return f", or compute.micro_batch_size={', '.join(map(str, sizes))}"

@@ -1,0 +1,267 @@
+"""check(): types, ranges, names and combinations that can be judged without a model, all complaints at once.
+
+Does not know: heads, blocks, images, devices. What needs timm is asked by train/preflight.py, what needs devices by
+launch/commands.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vit_tp.config.batch import batch_plan
+from vit_tp.config.convert import from_dict, to_dict
+from vit_tp.config.schema import Config
+from vit_tp.config.types import close_names, show
+from vit_tp.errors import ConfigError
+
+NAMES = {
+    "task.name": ["classification"],
+    "data.source": ["digits", "image_folder"],
+    "data.interpolation": ["bilinear", "bicubic", "random"],
+    "recipe.optimizer.name": ["adamw", "adam", "nadamw", "sgd", "momentum", "lion"],
+    "recipe.schedule.name": ["cosine", "constant"],
+    "compute.dtype": ["fp32", "bf16", "fp16"],
+    "compute.device": ["auto", "cpu", "cuda"],
+    "cluster.name": ["local"],
+}
+# Their step depends on the norm or the shape of a whole layer; ZeRO hands an optimizer flat slices of many layers.
+LAYERWISE_OPTIMIZERS = (
+    *("lamb", "lambc", "lars", "larc", "nlars", "nlarc"),
+    *("adafactor", "adafactorbv", "muon", "adamuon", "nadamuon", "shampoo", "soap", "kron", "novograd", "nvnovograd"),
+)
+# (lowest, highest or None, is the lowest itself allowed)
+RANGES: dict[str, tuple[float, float | None, bool]] = {
+    "run.seed": (0, 2**32 - 1, True),
+    "model.img_size": (1, None, True),
+    "data.num_workers": (0, None, True),
+    "data.color_jitter": (0, None, True),
+    "data.random_erasing": (0, 1, True),
+    "data.hflip": (0, 1, True),
+    "data.eval_crop": (0, 1, False),
+    "recipe.global_batch_size": (1, None, True),
+    "recipe.epochs": (1, None, True),
+    "recipe.max_steps": (1, None, True),
+    "recipe.optimizer.lr": (0, None, False),
+    "recipe.optimizer.weight_decay": (0, None, True),
+    "recipe.optimizer.eps": (0, None, False),
+    "recipe.optimizer.momentum": (0, 1, True),
+    "recipe.schedule.warmup_epochs": (0, None, True),
+    "recipe.schedule.warmup_lr": (0, None, True),
+    "recipe.schedule.min_lr": (0, None, True),
+    "recipe.mixing.mixup_alpha": (0, None, True),
+    "recipe.mixing.cutmix_alpha": (0, None, True),
+    "recipe.mixing.prob": (0, 1, True),
+    "recipe.mixing.switch_prob": (0, 1, True),
+    "recipe.smoothing": (0, 0.999, True),
+    "recipe.clip_grad": (0, None, True),
+    "parallel.tp": (1, None, True),
+    "parallel.pp": (1, None, True),
+    "parallel.dp": (1, None, True),
+    "parallel.embed_weight": (0, None, True),
+    "parallel.head_weight": (0, None, True),
+    "parallel.cut_head_from": (1, None, True),
+    "compute.micro_batch_size": (1, None, True),
+    "compute.eval_micro_batch_size": (1, None, True),
+    "compute.timeout_s": (1, None, True),
+    "cluster.port": (1, 65535, True),
+    "log.every_steps": (1, None, True),
+    "log.eval_every_epochs": (1, None, True),
+    "log.check_replicas_every_steps": (0, None, True),
+}
+# timm arguments that another knob, or the data, decides.
+DECIDED_ELSEWHERE = {
+    "num_classes": "the data source says how many classes there are; leave it out",
+    "in_chans": "the data source says how many channels an image has; leave it out",
+    "img_size": "the data is prepared for one size. Use model.img_size",
+    "pretrained": "weights start from timm's initialiser in this version; leave it out",
+    "checkpoint_path": "weights start from timm's initialiser in this version; leave it out",
+}
+
+
+def check(config: Config, training: bool = True) -> None:
+    """Refuse a configuration that cannot work, whatever model and machine it meets.
+
+    Args:
+        config: The whole configuration.
+        training: Whether it is to train; an evaluation need not divide the global batch.
+
+    Raises:
+        ConfigError: Every complaint, each ending with the override to type.
+    """
+    typed = from_dict(to_dict(config))  # a wrong type would make the questions below meaningless
+    complaints = [*_names(typed), *_ranges(typed), *_run(typed), *_model(typed), *_data(typed), *_recipe(typed)]
+    complaints += _parallel(typed)
+    if training and not any("batch_size" in line or "parallel.dp" in line for line in complaints):
+        complaints += _batch(typed)
+    if complaints:
+        raise ConfigError(complaints)
+
+
+def read(config: Config, path: str) -> Any:
+    """Return the value of a dotted knob."""
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _names(config: Config) -> Iterator[str]:
+    for path, known in NAMES.items():
+        name = read(config, path)
+        if path == "recipe.optimizer.name" and name.lower() in LAYERWISE_OPTIMIZERS:
+            yield (
+                f"{path}={name} takes its step from whole layers; ZeRO gives an optimizer flat slices of many layers, "
+                f"so its result would depend on the number of ranks. Use {path}={known[0]}, or one of "
+                f"{', '.join(known[1:])}."
+            )
+        elif name not in known:
+            close = close_names(name, known)
+            advice = f"Did you mean {path}={close[0]}?" if close else f"Use for example {path}={known[0]}."
+            yield f"{path}={name} is not known; there are {', '.join(known)}. {advice}"
+
+
+def _ranges(config: Config) -> Iterator[str]:
+    for path, (low, high, closed) in RANGES.items():
+        value = read(config, path)
+        if value is None:
+            continue
+        is_above = math.isfinite(value) and (value > low or (closed and value == low))
+        if is_above and (high is None or value <= high):
+            continue
+        bound = f"{'at least' if closed else 'more than'} {low}" + (f" and at most {high}" if high is not None else "")
+        example = low if closed else (high if high is not None else 0.001)
+        yield f"{path}={show(value)} is out of range; it must be {bound}. Use for example {path}={example}."
+
+
+def _run(config: Config) -> Iterator[str]:
+    name = config.run.name
+    leaf = name.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1]
+    if "/" in name or "\\" in name:
+        yield (
+            f"run.name={name} has a path separator; the run's folder is <run.dir>/<run.name>. "
+            f"Use run.dir=<folder> and run.name={leaf or 'run'}."
+        )
+    elif name in ("", ".", "..") or name != name.strip():
+        yield (
+            f"run.name={name!r} does not name a folder; the run's folder is <run.dir>/<run.name>. "
+            f"Use for example run.name=run."
+        )
+    if not config.run.dir.strip():
+        yield "run.dir is empty; runs need a folder. Use for example run.dir=runs."
+
+
+def _model(config: Config) -> Iterator[str]:
+    if not config.model.timm.strip():
+        yield "model.timm is empty; nothing says which model. Use for example model.timm=vit_tiny_patch16_224."
+    for key, reason in DECIDED_ELSEWHERE.items():
+        if key in config.model.kwargs:
+            yield f"model.kwargs.{key}={show(config.model.kwargs[key])} cannot be given; {reason}."
+
+
+def _data(config: Config) -> Iterator[str]:
+    scale = config.data.crop_scale
+    if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
+        yield (
+            f"data.crop_scale={show(scale)} is not a range of areas; it takes two shares of the image, "
+            f"0 < low <= high <= 1. Use for example data.crop_scale=[0.08,1.0]."
+        )
+    if config.data.source != "image_folder":
+        return
+    reads = "data.source=image_folder reads <data.root>/train/<class>/ and <data.root>/val/<class>/"
+    if config.data.root is None:
+        yield f"data.root is not set; {reads}. Use data.root=<folder>."
+        return
+    root = Path(config.data.root).expanduser()
+    if not root.is_dir():
+        yield f"data.root={root} is not a folder; {reads}. Use data.root=<existing folder>."
+        return
+    missing = [split for split in ("train", "val") if not (root / split).is_dir()]
+    if missing:
+        found = ", ".join(sorted(path.name for path in root.iterdir())[:8]) or "nothing"
+        yield (
+            f"data.root={root} has no {' and no '.join(missing)} folder (it holds {found}); {reads}. "
+            f"Use data.root=<folder with train/ and val/>."
+        )
+
+
+def _recipe(config: Config) -> Iterator[str]:
+    optimizer, schedule, epochs = config.recipe.optimizer, config.recipe.schedule, config.recipe.epochs
+    if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
+        yield (
+            f"recipe.optimizer.betas={show(optimizer.betas)} are not two momenta; each must be at least 0 and below 1. "
+            f"Use for example recipe.optimizer.betas=[0.9,0.999]."
+        )
+    if optimizer.momentum == 1:
+        yield (
+            "recipe.optimizer.momentum=1 never forgets a gradient; it must be below 1. "
+            "Use for example recipe.optimizer.momentum=0.9."
+        )
+    if schedule.warmup_epochs > epochs >= 1:
+        yield (
+            f"recipe.schedule.warmup_epochs={schedule.warmup_epochs:g} is longer than recipe.epochs={epochs}; "
+            f"the learning rate would never arrive. Use recipe.schedule.warmup_epochs={epochs} or less."
+        )
+    for knob in ("warmup_lr", "min_lr"):
+        value = getattr(schedule, knob)
+        if value > optimizer.lr > 0:
+            yield (
+                f"recipe.schedule.{knob}={value:g} is above recipe.optimizer.lr={optimizer.lr:g}, the peak; "
+                f"the schedule would run the wrong way. Use recipe.schedule.{knob}={optimizer.lr / 100:g}."
+            )
+    if any(not pattern.strip() for pattern in config.recipe.freeze):
+        yield (
+            f"recipe.freeze={show(config.recipe.freeze)} has an empty pattern; it would match nothing. "
+            f"Use for example recipe.freeze=[blocks.0.*]."
+        )
+    if config.compute.dtype == "fp16" and config.compute.device == "cpu":
+        yield (
+            "compute.dtype=fp16 does not run with compute.device=cpu; DeepSpeed refuses fp16 there. "
+            "Use compute.dtype=bf16 or compute.dtype=fp32."
+        )
+
+
+def _parallel(config: Config) -> Iterator[str]:
+    partition, pp = config.parallel.partition, config.parallel.pp
+    if partition in ("parameters", "flops"):
+        return
+    shown, even = f"parallel.partition={show(partition)}", "parallel.partition=parameters"
+    if not isinstance(partition, list) or not partition or not all(type(block) is int for block in partition):
+        yield (
+            f"{shown} is not known; it is parameters, flops, or a list with the first block of each stage. "
+            f"Use {even}, or for example parallel.pp=2 parallel.partition=[0,6]."
+        )
+        return
+    if len(partition) != pp:
+        yield (
+            f"{shown} has {len(partition)} stages, parallel.pp={pp}; each stage has one first block. "
+            f"Use parallel.pp={len(partition)} or {even}."
+        )
+    if partition[0] != 0:
+        yield (
+            f"{shown} does not start at block 0; no stage would hold the first blocks. "
+            f"Use parallel.partition={show([0, *partition[1:]])} or {even}."
+        )
+    if any(later <= earlier for earlier, later in zip(partition, partition[1:], strict=False)):
+        yield (
+            f"{shown} does not grow; each stage needs at least one block. "
+            f"Use for example parallel.partition={show(list(range(len(partition))))} or {even}."
+        )
+
+
+def _batch(config: Config) -> Iterator[str]:
+    # Devices are not counted here: with parallel.dp=null the launcher asks batch_plan again with the real number.
+    try:
+        plan = batch_plan(config, config.parallel.dp or 1)
+    except ConfigError as error:
+        yield from error.complaints
+        return
+    mixing, micro = config.recipe.mixing, plan.micro_batch_size
+    if (mixing.mixup_alpha > 0 or mixing.cutmix_alpha > 0) and micro % 2:
+        yield (
+            f"compute.micro_batch_size={micro} is odd; mixup and cutmix mix images in pairs. "
+            f"Use compute.micro_batch_size={micro + 1} and a recipe.global_batch_size that it divides, "
+            f"or recipe.mixing.mixup_alpha=0 recipe.mixing.cutmix_alpha=0."
+        )

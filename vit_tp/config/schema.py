@@ -1,0 +1,178 @@
+"""Every knob: its name, type, default and one line of text.
+
+The dataclasses are the schema that the YAML files in conf/ fill with values. The first half (task, model, data, recipe
+and run.seed) is what is learnt, and makes the fingerprint; the second half (parallel, compute, cluster, log) is how it
+is run and may not change the result.
+
+Does not know: which values make sense (checks.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+FIRST_HALF = ("task", "model", "data", "recipe")
+SECOND_HALF = ("parallel", "compute", "cluster", "log")
+
+
+def knob(default: Any, text: str) -> Any:
+    """Return a dataclass field with its default and its one line of help."""
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata={"help": text})
+    if isinstance(default, type):
+        return field(default_factory=default, metadata={"help": text})
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class RunConfig:
+    name: str = knob("run", "name of the run; its folder is <run.dir>/<run.name>")
+    dir: str = knob("runs", "folder that holds all runs")
+    seed: int = knob(0, "seed of weights, data order, augmentation, mixing and dropout")
+
+
+@dataclass
+class TaskConfig:
+    name: str = knob("classification", "what is asked of the model: classification")
+
+
+@dataclass
+class ModelConfig:
+    timm: str = knob("vit_tiny_patch16_224", "a timm model name")
+    kwargs: dict[str, Any] = knob({}, "arguments passed on to timm.create_model")
+    img_size: int | None = knob(None, "height and width of the input in pixels; null: the model's own")
+
+
+@dataclass
+class DataConfig:
+    source: str = knob("digits", "where samples come from: digits | image_folder")
+    root: str | None = knob(None, "image_folder: folder with train/<class>/* and val/<class>/*")
+    num_workers: int = knob(0, "loader processes on each reading rank")
+    color_jitter: float = knob(0.0, "image_folder: colour jitter of training images, timm's factor")
+    auto_augment: str | None = knob(None, "image_folder: timm's policy string, for example rand-m9-mstd0.5-inc1")
+    random_erasing: float = knob(0.0, "image_folder: probability of timm's random erasing")
+    crop_scale: list[float] = knob([0.08, 1.0], "image_folder: area range of the random resized crop")
+    hflip: float = knob(0.5, "image_folder: probability of a horizontal flip")
+    interpolation: str = knob("bicubic", "image_folder: resampling: bilinear | bicubic | random")
+    eval_crop: float = knob(0.875, "image_folder: share of the image that the evaluation's centre crop keeps")
+
+
+@dataclass
+class OptimizerConfig:
+    name: str = knob("adamw", "an elementwise timm or torch optimizer: adamw | adam | nadamw | sgd | momentum | lion")
+    lr: float = knob(1e-3, "peak learning rate")
+    weight_decay: float = knob(0.05, "decay of matrices; biases, norms and what timm's no_weight_decay names get none")
+    betas: list[float] = knob([0.9, 0.999], "momentum of the first and second moment")
+    eps: float = knob(1e-8, "term that keeps the denominator from zero")
+    momentum: float = knob(0.9, "sgd and momentum only")
+
+
+@dataclass
+class ScheduleConfig:
+    name: str = knob("cosine", "course of the learning rate: cosine | constant")
+    warmup_epochs: float = knob(0.0, "linear warm-up from warmup_lr, in epochs")
+    warmup_lr: float = knob(1e-6, "learning rate at step 0 of the warm-up")
+    min_lr: float = knob(1e-6, "learning rate at the end of the cosine")
+
+
+@dataclass
+class MixingConfig:
+    mixup_alpha: float = knob(0.0, "mixup's beta parameter; 0 switches it off")
+    cutmix_alpha: float = knob(0.0, "cutmix's beta parameter; 0 switches it off")
+    prob: float = knob(1.0, "probability that a micro-batch is mixed")
+    switch_prob: float = knob(0.5, "probability of cutmix where both are on")
+
+
+@dataclass
+class RecipeConfig:
+    global_batch_size: int = knob(64, "samples in one optimiser step over all ranks")
+    epochs: int = knob(10, "passes over the training set")
+    max_steps: int | None = knob(None, "stop after this many steps, whatever epochs says")
+    optimizer: OptimizerConfig = knob(OptimizerConfig, "optimizer")
+    schedule: ScheduleConfig = knob(ScheduleConfig, "schedule")
+    mixing: MixingConfig = knob(MixingConfig, "mixup and cutmix")
+    smoothing: float = knob(0.0, "label smoothing")
+    clip_grad: float = knob(1.0, "clip the global gradient norm to this; 0 switches it off")
+    freeze: list[str] = knob([], "shell patterns of timm parameter names that do not train, for example blocks.0.*")
+
+
+@dataclass
+class ParallelConfig:
+    tp: int = knob(1, "tensor-parallel ranks: attention heads and MLP columns are cut over them")
+    pp: int = knob(1, "pipeline stages")
+    dp: int | None = knob(None, "data-parallel replicas; null: as many as the devices allow, 1 without GPU")
+    partition: Any = knob("parameters", "blocks to stages by parameters | flops | [0, 3, 6]: first block of each stage")
+    embed_weight: float | None = knob(None, "cost of the patch embedding in blocks; null: measured")
+    head_weight: float | None = knob(None, "cost of the head in blocks; null: measured")
+    cut_head_from: int = knob(4096, "cut the classifier over tp from this many classes on")
+
+
+@dataclass
+class ComputeConfig:
+    dtype: str = knob("fp32", "fp32 | bf16 (fp32 gradient accumulation and master weights) | fp16 (GPU only)")
+    micro_batch_size: int | None = knob(None, "samples of one forward pass; null: global_batch_size / dp in 2*pp parts")
+    eval_micro_batch_size: int | None = knob(None, "the same in evaluation; null: micro_batch_size")
+    device: str = knob("auto", "auto | cpu | cuda")
+    timeout_s: int = knob(600, "seconds that a rank waits for a peer before the job ends")
+
+
+@dataclass
+class ClusterConfig:
+    name: str = knob("local", "how ranks are started: local (DeepSpeed's launcher on this machine)")
+    port: int | None = knob(None, "port of the rendezvous; null: a free one")
+
+
+@dataclass
+class LogConfig:
+    every_steps: int = knob(10, "write loss, learning rate, gradient norm and samples/s every so many steps")
+    eval_every_epochs: int = knob(1, "evaluate every so many epochs, and at the end")
+    check_replicas_every_steps: int = knob(100, "compare tensor-parallel replicas bit for bit; 0 switches it off")
+    tensorboard: bool = knob(True, "write TensorBoard event files")
+    progress: bool = knob(True, "show a progress bar on the console")
+
+
+@dataclass
+class Config:
+    """One run, whole. Fields are groups; see the classes above."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    recipe: RecipeConfig = field(default_factory=RecipeConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One leaf of the schema.
+
+    Args:
+        path: Dotted name, as typed on the command line.
+        type: Annotated type of the field.
+        default: Value where nobody says otherwise.
+        text: One line of help.
+    """
+
+    path: str
+    type: Any
+    default: Any
+    text: str
+
+
+def list_knobs(schema: Any = Config, prefix: str = "") -> Iterator[Knob]:
+    """Yield every leaf of a dataclass of dataclasses, in the order of writing."""
+    hints = get_type_hints(schema)
+    defaults = schema()
+    for item in dataclasses.fields(schema):
+        path, hint = prefix + item.name, hints[item.name]
+        if dataclasses.is_dataclass(hint):
+            yield from list_knobs(hint, path + ".")
+        else:
+            yield Knob(path, hint, getattr(defaults, item.name), item.metadata["help"])

@@ -1,0 +1,44 @@
+"""Which random numbers does one sample see?
+
+Those that follow from (seed, epoch, index), whatever was drawn before and whoever reads it. timm's and torchvision's
+transforms draw from the global generators of Python, numpy and torch, so these are seeded for the length of one
+sample and put back afterwards: dropout elsewhere in the process never notices that a sample was read.
+
+Does not know: what a transform does, nor which rank or worker asks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+# SeedSequence pads short keys with zeros: (seed, epoch) of data/order.py and (seed, epoch, 0) would be one stream
+# without a first word that tells them apart.
+_SAMPLE_STREAM = 1
+
+
+@contextmanager
+def sample_randomness(seed: int, epoch: int, index: int) -> Iterator[None]:
+    """Seed the global CPU generators for one sample, and restore their previous states on the way out.
+
+    Args:
+        seed: run.seed, 0 or more.
+        epoch: Pass over the data, from 0.
+        index: Sample, from 0.
+    """
+    for_python, for_numpy, for_torch = np.random.SeedSequence((_SAMPLE_STREAM, seed, epoch, index)).generate_state(3)
+    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        random.seed(int(for_python))
+        np.random.seed(int(for_numpy))
+        # Not torch.manual_seed: it would reseed the accelerators too, and those are not restored here.
+        torch.default_generator.manual_seed(int(for_torch))
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)

@@ -1,0 +1,72 @@
+"""Which data set does data.source name?
+
+A plain table from names to the two functions that a data set consists of: one that tells its sizes quickly, before any
+rank starts, and one that opens a split. Does not know: batches, ranks, the model.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from vit_tp.config import DataConfig
+from vit_tp.data.digits import Digits, describe_digits
+from vit_tp.data.image_folder import ImageFolder, describe_image_folder
+from vit_tp.data.spec import DataSpec, Source
+from vit_tp.errors import ConfigError
+
+__all__ = ["SOURCES", "DataSpec", "Source", "SourceKind", "build_source", "describe"]
+
+
+class SourceKind(NamedTuple):
+    """How a kind of data set is described and opened."""
+
+    describe: Callable[[DataConfig], DataSpec]
+    build: Callable[[DataConfig, str, tuple[int, int], int], Source]
+
+
+SOURCES: dict[str, SourceKind] = {
+    "digits": SourceKind(describe_digits, Digits),
+    "image_folder": SourceKind(describe_image_folder, ImageFolder),
+}
+
+
+def describe(data: DataConfig) -> DataSpec:
+    """Return the sizes of the data set without reading a sample.
+
+    Args:
+        data: The data group of the config.
+
+    Raises:
+        ConfigError: A knob of the group cannot work; the sentence says what to type.
+        DataError: The files are not as the source needs them; the sentence says which.
+    """
+    return _kind(data).describe(data)
+
+
+def build_source(data: DataConfig, split: Literal["train", "val"], img_size: tuple[int, int], seed: int) -> Source:
+    """Open one split.
+
+    Args:
+        data: The data group of the config.
+        split: "train" (augmented) or "val" (not).
+        img_size: Height and width (Y, X) of an image, in pixels.
+        seed: run.seed; together with epoch and index it decides the augmentation of a sample.
+
+    Raises:
+        ConfigError: A knob of the group cannot work.
+        DataError: The files are not as the source needs them.
+    """
+    assert split in ("train", "val"), split
+    return _kind(data).build(data, split, img_size, seed)
+
+
+def _kind(data: DataConfig) -> SourceKind:
+    if data.source not in SOURCES:
+        near = difflib.get_close_matches(data.source, SOURCES, n=1) or sorted(SOURCES)
+        raise ConfigError(
+            f"data.source={data.source} is not a data set that vit_tp knows; it knows {', '.join(SOURCES)}. "
+            f"Use data.source={' or data.source='.join(near)}."
+        )
+    return SOURCES[data.source]

@@ -1,0 +1,1 @@
+"""What is composed: a timm model, its stages, their costs and their first weights."""

@@ -1,0 +1,51 @@
+"""From ModelConfig to a timm model on meta: names and shapes, no bytes.
+
+Does not know: ranks, groups, DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+
+import timm
+import torch
+from torch import nn
+
+from vit_tp.config import ModelConfig
+from vit_tp.errors import ConfigError
+
+
+def build_model(model: ModelConfig, num_classes: int, in_chans: int) -> nn.Module:
+    """Return a timm model on meta.
+
+    Args:
+        model: Name, arguments and input size.
+        num_classes: Width of the classifier, K.
+        in_chans: Image channels.
+
+    Raises:
+        ConfigError: If timm does not know the model, or refuses its arguments.
+    """
+    if not timm.is_model(model.timm):
+        close = difflib.get_close_matches(model.timm.split(".")[0], timm.list_models(), n=4, cutoff=0.5)
+        hint = f"Did you mean {', '.join(close)}?" if close else "See timm.list_models()."
+        raise ConfigError(f"model.timm={model.timm} is not a model of timm {timm.__version__}. {hint}")
+    kwargs = {"num_classes": num_classes, "in_chans": in_chans, **model.kwargs}
+    if model.img_size is not None:
+        kwargs["img_size"] = model.img_size
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # initialisers on meta warn that they do nothing
+            return timm.create_model(model.timm, **kwargs)
+    except (TypeError, ValueError, AssertionError, RuntimeError, ZeroDivisionError) as error:
+        given = ", ".join(f"{key}={value}" for key, value in kwargs.items())
+        raise ConfigError(
+            f"timm cannot build model.timm={model.timm} with {given}: {error}. Change model.kwargs or model.img_size."
+        ) from error
+
+
+def input_shape(model: nn.Module, micro_batch_size: int) -> tuple[int, int, int, int]:
+    """Return the shape (B, channels, Y, X) of the images that a model takes."""
+    height, width = model.patch_embed.img_size
+    return micro_batch_size, model.in_chans, height, width

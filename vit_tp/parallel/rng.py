@@ -1,0 +1,96 @@
+"""Which random numbers? The only place where seeds are set.
+
+Nothing here evolves from step to step. Weights are drawn from (seed, name); everything else from (seed, step,
+micro-batch, block), so it is the same for every pp and dp and replays by itself. Dropout on *cut* activations must
+differ between tensor-parallel ranks while everything on whole activations must not: `PrivateStream` switches the
+default generator between the two at the ends of a region.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+
+def seed_from(*parts: object) -> int:
+    """Return 63 bits that depend on every part and on their order."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def default_generator(device: torch.device) -> Generator:
+    """Return the generator that dropout and `bernoulli_` use on a device."""
+    if device.type == "cuda":
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+@contextmanager
+def seeded(*parts: object) -> Iterator[None]:
+    """Seed the CPU's default generator for a while and put its state back afterwards."""
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed_from(*parts))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+@dataclass
+class Clock:
+    """Where training stands: which step, which of its micro-batches (numbered over all replicas).
+
+    Owned by the pipeline of one rank; advanced by its engine and read by its stages.
+    """
+
+    seed: int = 0
+    step: int = 0
+    micro_batch: int = 0
+
+    def start_step(self, step: int, first_micro_batch: int) -> None:
+        """Stand before the first micro-batch that this replica has in a step."""
+        self.step, self.micro_batch = step, first_micro_batch - 1
+
+    def next_micro_batch(self) -> None:
+        self.micro_batch += 1
+
+    def seed_stage(self, device: torch.device, stage: str) -> None:
+        """Seed the default generator for one stage's pass over the current micro-batch."""
+        seed = seed_from(self.seed, self.step, self.micro_batch, stage)
+        default_generator(device).manual_seed(seed)
+
+
+class PrivateStream:
+    """Random numbers of one tensor-parallel rank alone, between the two ends of a region.
+
+    The private seed is a digest of the shared generator's state, so it is new in every pass and known to no one else.
+
+    Args:
+        name: Name of the cut module: two modules in the same pass must not share masks.
+        tp_rank: This rank.
+    """
+
+    def __init__(self, name: str, tp_rank: int) -> None:
+        self.name, self.tp_rank = name, tp_rank
+        self._shared: Tensor | None = None
+
+    def enter(self, device: torch.device) -> None:
+        """Leave the shared stream. Inverse: `leave`."""
+        generator = default_generator(device)
+        torch.rand(1, device=device)  # moves the shared stream on, or a model without shared draws would repeat itself
+        self._shared = generator.get_state()
+        digest = hashlib.blake2b(self._shared.numpy().tobytes(), digest_size=16).hexdigest()
+        generator.manual_seed(seed_from(digest, self.name, self.tp_rank))
+
+    def leave(self, device: torch.device) -> None:
+        """Return to the shared stream as it was, where it was left at all. Inverse: `enter`."""
+        if self._shared is not None:
+            default_generator(device).set_state(self._shared)
+            self._shared = None

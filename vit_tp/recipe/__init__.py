@@ -1,0 +1,1 @@
+"""What changes learning step by step: parameter groups, the course of the learning rate, mixing."""

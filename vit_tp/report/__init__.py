@@ -1,0 +1,1 @@
+"""What a person sees of a run: metrics, progress, a plot, closing lines."""

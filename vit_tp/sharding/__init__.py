@@ -1,0 +1,1 @@
+"""How a module becomes one rank's slice, and how slices become the whole again."""

@@ -1,0 +1,74 @@
+"""The few layers of ours that hold slices: the two ends at which a cut weight meets whole activations."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vit_tp.parallel.collectives import gather_from_group
+from vit_tp.parallel.regions import Region
+from vit_tp.parallel.rng import PrivateStream
+
+
+class Enter:
+    """Forward pre-hook of a cut module: its first argument enters the region.
+
+    Args:
+        region: Where partial sums are exchanged.
+        stream: The random numbers of this rank alone, for dropout inside.
+        dropouts: Dropout layers on cut activations; the stream is only switched while one of them is active.
+    """
+
+    def __init__(self, region: Region, stream: PrivateStream, dropouts: list[nn.Module]) -> None:
+        self.region, self.stream, self.dropouts = region, stream, dropouts
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, *rest = args
+        if module.training and any(dropout.p > 0 for dropout in self.dropouts):
+            self.stream.enter(x.device)
+        return self.region.enter(x), *rest
+
+
+class RowLinear(nn.Linear):
+    """A linear layer whose input columns are cut, at the end of a region.
+
+    (B, N, M/tp) -> (B, N, C): each rank multiplies its columns, the region sums, and the bias is added once, after the
+    sum. Takes over the parameters of the layer that it replaces.
+
+    Args:
+        linear: The layer to replace; its weight is cut already, (C, M/tp).
+        region: Where partial sums are exchanged.
+        stream: The random numbers of this rank alone, left here.
+    """
+
+    def __init__(self, linear: nn.Linear, region: Region, stream: PrivateStream) -> None:
+        nn.Module.__init__(self)  # not nn.Linear's, which would draw weights
+        self.in_features, self.out_features = linear.weight.shape[1], linear.weight.shape[0]
+        self.weight, self.bias = linear.weight, linear.bias
+        self.region, self.stream = region, stream
+        self.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.stream.leave(x.device)
+        x = self.region.leave(F.linear(x, self.weight))
+        return x if self.bias is None else x + self.bias
+
+
+class GatheredLinear(nn.Linear):
+    """A classifier whose classes are cut: (B, C) -> (B, K) through (B, K/tp).
+
+    Args:
+        linear: The layer to replace; weight (K/tp, C) and bias (K/tp,) are cut already.
+        region: Where the gradient of the shared input is summed.
+    """
+
+    def __init__(self, linear: nn.Linear, region: Region) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.weight.shape[1], linear.weight.shape[0]
+        self.weight, self.bias = linear.weight, linear.bias
+        self.region = region
+        self.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(self.region.enter(x), self.weight, self.bias)
+        return gather_from_group(x, self.region.tp_group)

@@ -1,0 +1,1 @@
+"""What is asked of the model: the loss, and the figures of an evaluation."""

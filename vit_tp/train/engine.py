@@ -1,0 +1,188 @@
+"""DeepSpeed's PipelineEngine with our gradient sums and our norm.
+
+ZeRO-1 always, both partition flags off, gradients accumulated in fp32, a client optimizer: each of these avoids a fault
+that gives wrong numbers or a hang (docs/decisions/deepspeed.md).
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import Tensor, nn
+
+from vit_tp.config import OptimizerConfig
+from vit_tp.errors import ConfigError
+from vit_tp.parallel.groups import DEFAULT_TIMEOUT, limit_waiting
+from vit_tp.recipe.optimizer import build_optimizer, param_groups
+from vit_tp.sharding.gradients import squared_norm, sum_partial_
+from vit_tp.train.pipeline import VitPipeline
+
+MAX_BUCKET_ELEMENTS = 50_000_000
+NEVER = 1_000_000_000
+_UNPARTITIONED = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
+
+
+class VitEngine(PipelineEngine):
+    """A PipelineEngine that keeps the clock of its stages and completes partial gradients once a step."""
+
+    def train_batch(self, data_iter: Iterator | None = None) -> Tensor:
+        """Take one optimiser step; return the mean loss over the global batch, equal on every rank."""
+        self.module.clock.start_step(self.global_steps, self.grid.data_parallel_id * self.micro_batches)
+        return super().train_batch(data_iter)
+
+    def _exec_reduce_tied_grads(self) -> None:
+        super()._exec_reduce_tied_grads()
+        held = "_hp_grad" if self.using_bf16_optimizer else "grad"
+        sum_partial_(self.module.parameters(), self.module.groups.tp_group, lambda p: getattr(p, held, None))
+
+    # The engine looks functions up by instruction, so an override alone would not be called.
+    _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: _exec_reduce_tied_grads}
+
+
+def initialize(pipe: VitPipeline, config: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> VitEngine:
+    """Return a DeepSpeed engine for a pipeline, with a gradient norm that is right for every grid.
+
+    Args:
+        pipe: From `vit_tp.pipeline`.
+        config: A DeepSpeed configuration: batch sizes, `optimizer` ({"type": "AdamW", "params": {...}}),
+            `gradient_clipping`, `bf16` or `fp16`. What pipelines and tensor parallelism need is filled in.
+        optimizer: A torch optimizer over `pipe.parameters()` in place of the one that `config` names.
+
+    Returns:
+        The engine; train with `engine.train_batch(iterator of (images, targets))`.
+
+    Raises:
+        ConfigError: If the configuration asks for what would give wrong numbers.
+    """
+    config = complete(config, sum(p.numel() for p in pipe.parameters()))
+    named = config.pop("optimizer", None)
+    if optimizer is None:
+        if named is None:
+            raise ConfigError('there is no optimizer. Add "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}.')
+        optimizer = _named_optimizer(pipe, named)
+    engine = _build(pipe, config, optimizer)
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        _require_upstream_norm(engine.optimizer)
+        engine.optimizer.scaled_global_norm = types.MethodType(one_exchange_norm, engine.optimizer)
+    limit_waiting(DEFAULT_TIMEOUT)
+    return engine
+
+
+def evaluator(pipe: VitPipeline, micro_batch_size: int, dtype: torch.dtype) -> VitEngine:
+    """Return an engine that only evaluates: no optimizer, no master weights.
+
+    Args:
+        pipe: From `vit_tp.pipeline`; its weights are cast in place.
+        micro_batch_size: Samples of one forward pass.
+        dtype: Of weights and activations.
+    """
+    config = {"train_micro_batch_size_per_gpu": micro_batch_size, "gradient_accumulation_steps": 1, **_UNPARTITIONED}
+    return _build(pipe.to(dtype), {**config, "steps_per_print": NEVER}, None)
+
+
+def _build(pipe: VitPipeline, config: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> VitEngine:
+    return VitEngine(
+        args=None,
+        model=pipe,
+        optimizer=optimizer,
+        model_parameters=None if optimizer is None else [p for p in pipe.parameters() if p.requires_grad],
+        mpu=pipe.mpu(),
+        config=config,
+        config_class=DeepSpeedConfig(config, pipe.mpu()),
+        dist_init_required=False,
+    )
+
+
+def full_precision(engine: VitEngine) -> Callable[[nn.Parameter], Tensor]:
+    """Return what gives this rank's slice of a parameter in fp32: its master copy where there is one.
+
+    The master is assembled over dp, so the returned function is collective over the replicas.
+    """
+    has_masters = engine.bfloat16_enabled() or engine.fp16_enabled()
+
+    def weights_of(param: nn.Parameter) -> Tensor:
+        master = safe_get_full_fp32_param(param) if has_masters and param.requires_grad else None
+        return (param.detach() if master is None else master.view(param.shape)).float()
+
+    return weights_of
+
+
+def complete(config: dict[str, Any], num_params: int) -> dict[str, Any]:
+    """Return a DeepSpeed configuration with the settings that this package relies on.
+
+    Raises:
+        ConfigError: For every setting in it that contradicts them.
+    """
+    config = copy.deepcopy(config)
+    wanted = {
+        ("zero_optimization", "stage"): (1, "other stages clip by a wrong norm or refuse pipelines"),
+        ("pipeline", "pipe_partitioned"): (False, "DeepSpeed would treat each rank's activations as a replica"),
+        ("pipeline", "grad_partitioned"): (False, "DeepSpeed would treat each rank's gradients as a replica"),
+    }
+    if config.get("bf16", {}).get("enabled"):
+        wanted["data_types", "grad_accum_dtype"] = ("fp32", "bf16 accumulation loses small gradients")
+    complaints = []
+    for (section, key), (value, why) in wanted.items():
+        found = config.setdefault(section, {}).setdefault(key, value)
+        if found != value:
+            complaints.append(f"{section}.{key}={found} cannot be used: {why}. Use {value}, or leave it out.")
+    if config.get("wall_clock_breakdown"):
+        complaints.append("wall_clock_breakdown=true stops DeepSpeed's pipeline with an assertion. Leave it out.")
+    if complaints:
+        raise ConfigError(complaints)
+    zero = config["zero_optimization"]
+    zero.setdefault("reduce_bucket_size", min(max(num_params, 1), MAX_BUCKET_ELEMENTS))  # allocated whole, every step
+    zero.setdefault("allgather_bucket_size", MAX_BUCKET_ELEMENTS)
+    config.setdefault("zero_allow_untested_optimizer", True)
+    config.setdefault("steps_per_print", NEVER)
+    return config
+
+
+def one_exchange_norm(self: DeepSpeedZeroOptimizer, norm_type: float = 2) -> Tensor:
+    """Return the norm of all gradients of the model, equal on every rank; inf or NaN gives -1 as DeepSpeed expects.
+
+    DeepSpeed's own makes one exchange per parameter group and hangs where pipeline stages hold different groups.
+    """
+    grads = [
+        (param, grad)
+        for i in range(len(self.bit16_groups))
+        for grad, param in zip(
+            (g for g in self.averaged_gradients[i] if not getattr(g, "_zero_padding", False)), self.params_in_partition[i]
+        )
+    ]
+    total = squared_norm(grads, self.model_parallel_rank).to(self.device)
+    dist.all_reduce(total, group=self.dp_process_group)
+    if self.model_parallel_group is not None:  # the pipe x tp ranks of one replica
+        dist.all_reduce(total, group=self.model_parallel_group)
+    norm = total.sqrt()
+    return torch.where(norm.isfinite(), norm, torch.full_like(norm, -1.0))
+
+
+def _require_upstream_norm(optimizer: DeepSpeedZeroOptimizer) -> None:
+    """Fail loudly if DeepSpeed renames what `one_exchange_norm` replaces and reads."""
+    needed = (
+        "scaled_global_norm", "bit16_groups", "averaged_gradients", "params_in_partition", "model_parallel_rank",
+        "model_parallel_group", "dp_process_group",
+    )  # fmt: skip
+    missing = [name for name in needed if not hasattr(optimizer, name)]
+    if missing:
+        raise RuntimeError(f"this DeepSpeed's ZeRO optimizer has no {', '.join(missing)}; use a version from setup.py.")
+
+
+def _named_optimizer(pipe: VitPipeline, named: dict[str, Any]) -> torch.optim.Optimizer:
+    try:
+        chosen = OptimizerConfig(name=named["type"].lower(), **named.get("params", {}))
+    except TypeError as error:
+        raise ConfigError(f"optimizer.params: {error}. Use lr, weight_decay, betas, eps or momentum.") from error
+    groups = param_groups(pipe.named_timm_parameters(), pipe.no_decay, chosen.weight_decay)
+    return build_optimizer(chosen, groups)

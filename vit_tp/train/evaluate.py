@@ -1,0 +1,41 @@
+"""Score the validation set: each sample once, on any grid, whatever the batch size."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from vit_tp.data.loader import eval_batches
+from vit_tp.data.order import eval_micro_batches
+from vit_tp.data.sources import build_source
+from vit_tp.train.assemble import Assembly
+
+
+def evaluate(run: Assembly) -> dict[str, float]:
+    """Return the task's figures over the whole validation set, the same on every rank. Collective over the world."""
+    place, size = run.groups.place, run.plan.eval_micro_batch_size
+    num_micro_batches = len(eval_micro_batches(run.spec.num_val, place.dp, run.plan.dp_size, size))
+    batches = None
+    if run.feed.is_reader:
+        _, batches = eval_batches(
+            build_source(run.config.data, "val", run.img_size, run.config.run.seed),
+            micro_batch_size=size,
+            dp_rank=place.dp,
+            dp_size=run.plan.dp_size,
+            num_workers=run.config.data.num_workers,
+        )
+    run.task.reset()
+    run.engine.reset_activation_shape()  # micro-batches of evaluation may be larger or smaller than in training
+    run.engine.eval_batch(
+        run.feed.step(batches, num_micro_batches),
+        reduce_output=None,  # the mean of means that it offers would weigh padded micro-batches wrongly
+        bcast_loss=False,
+        num_micro_batches=num_micro_batches,
+    )
+    run.engine.reset_activation_shape()
+    run.engine.module.train()
+    sums = run.task.sums.to(run.device)
+    if not (run.feed.is_last and place.tp == 0):
+        sums = torch.zeros_like(sums)
+    dist.all_reduce(sums)
+    return run.task.metrics(sums)

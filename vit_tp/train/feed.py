@@ -1,0 +1,113 @@
+"""Who reads samples, and who receives them?
+
+One process of each data-parallel replica reads, augments and mixes: tensor-parallel rank 0 of its first pipeline stage.
+Images go from there to its tp peers, targets straight to the last stage, one send for each micro-batch. A small header
+once a step tells the receivers the shapes, so a wrong size is an error and not a stale buffer.
+
+Does not know: models, losses, where batches come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vit_tp.data.loader import Batch
+from vit_tp.errors import DataError
+from vit_tp.parallel.groups import Groups, feed_ranks
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)
+HEADER_SIZE = 16
+MAX_DIMS = 5
+
+
+class Feed:
+    """Turns the reader's batches into what each rank's engine asks for.
+
+    Args:
+        groups: This rank's peers.
+        device: Where images are wanted; targets travel on the CPU.
+    """
+
+    def __init__(self, groups: Groups, device: torch.device) -> None:
+        topology, place = groups.topology, groups.place
+        self.groups, self.device = groups, device
+        self.reader = topology.rank(0, place.dp, 0)
+        self.is_reader = groups.rank == self.reader
+        self.is_first, self.is_last = place.pp == 0, place.pp == topology.pp - 1
+        self.receivers = [rank for rank in feed_ranks(topology, place.dp) if rank != self.reader]
+        self.target_ranks = [r for r in self.receivers if topology.coordinates(r).pp == topology.pp - 1]
+        self._sends: list[tuple[dist.Work, Tensor]] = []  # a tensor must live until its send is done
+
+    def step(self, batches: Iterator[Batch] | None, num_micro_batches: int) -> Iterator[tuple[Tensor, Tensor]] | None:
+        """Return what `train_batch` or `eval_batch` draws from, for one step. Collective over both ends of a replica.
+
+        Args:
+            batches: On the reader, its micro-batches; None elsewhere.
+            num_micro_batches: How many the step takes.
+
+        Returns:
+            (images, targets) pairs, with an empty tensor in the place of what this stage does not need; None on a middle
+            stage.
+        """
+        for work, _ in self._sends:
+            work.wait()
+        self._sends.clear()
+        if not (self.is_first or self.is_last):
+            return None
+        return self._read(batches, num_micro_batches) if self.is_reader else self._receive(num_micro_batches)
+
+    def _read(self, batches: Iterator[Batch], num_micro_batches: int) -> Iterator[tuple[Tensor, Tensor]]:
+        sizes = None
+        for index in range(num_micro_batches):
+            batch = next(batches, None)
+            if batch is None:
+                raise DataError(f"the loader of rank {self.reader} ran out at micro-batch {index} of {num_micro_batches}.")
+            images, targets = batch.images.to(self.device).contiguous(), batch.targets.contiguous()
+            header = encode(images, targets)
+            if sizes is None:
+                sizes = header
+                self._send(header, self.receivers)
+            elif not torch.equal(header, sizes):
+                raise DataError(f"micro-batch {index} is {tuple(images.shape)}, unlike the first of its step.")
+            if self.groups.topology.tp > 1:
+                dist.broadcast(images, src=self.reader, group=self.groups.image_group)
+            self._send(targets, self.target_ranks)
+            yield images, targets
+
+    def _send(self, tensor: Tensor, ranks: list[int]) -> None:
+        """Send without waiting: the last stage asks for its targets only after its activations, which come from here."""
+        self._sends += [(dist.isend(tensor, rank, group=self.groups.target_group), tensor) for rank in ranks]
+
+    def _receive(self, num_micro_batches: int) -> Iterator[tuple[Tensor, Tensor]]:
+        header = torch.empty(HEADER_SIZE, dtype=torch.int64)
+        dist.recv(header, self.reader, group=self.groups.target_group)
+        (image_shape, image_dtype), (target_shape, target_dtype) = decode(header)
+        for _ in range(num_micro_batches):
+            images = targets = torch.empty(0)
+            if self.is_first:
+                images = torch.empty(image_shape, dtype=image_dtype, device=self.device)
+                dist.broadcast(images, src=self.reader, group=self.groups.image_group)
+            if self.is_last:
+                targets = torch.empty(target_shape, dtype=target_dtype)
+                dist.recv(targets, self.reader, group=self.groups.target_group)
+            yield images, targets
+
+
+def encode(*tensors: Tensor) -> Tensor:
+    """Return shapes and dtypes as HEADER_SIZE integers. Inverse: `decode`."""
+    numbers: list[int] = []
+    for tensor in tensors:
+        shape = [*tensor.shape, *[0] * (MAX_DIMS - tensor.dim())]
+        numbers += [DTYPES.index(tensor.dtype), tensor.dim(), *shape]
+    return torch.tensor(numbers + [0] * (HEADER_SIZE - len(numbers)))
+
+
+def decode(header: Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Return (shape, dtype) of the two tensors in a header. Inverse: `encode`."""
+    width = MAX_DIMS + 2
+    records = [header[i * width : (i + 1) * width].tolist() for i in range(2)]
+    return [(tuple(shape[:ndim]), DTYPES[dtype]) for dtype, ndim, *shape in records]

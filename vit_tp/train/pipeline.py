@@ -1,0 +1,139 @@
+"""DeepSpeed's PipelineModule around the stages that this rank holds, cut over its tensor-parallel group."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator, Sequence
+
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
+
+from vit_tp.models.costs import stage_bounds
+from vit_tp.models.stages import Stage, stage_names
+from vit_tp.models.weights import Fill, initialise, materialise
+from vit_tp.parallel.groups import Groups, build_groups
+from vit_tp.parallel.regions import REGIONS, Region
+from vit_tp.parallel.rng import Clock
+from vit_tp.parallel.topology import Topology
+from vit_tp.recipe.optimizer import no_decay_names
+from vit_tp.sharding.convert import CUT_HEAD_FROM, cut_, find_matches, require_divisible
+from vit_tp.train.communication import start_communication
+
+
+class StageSpec(LayerSpec):
+    """A stage that is made, filled and cut when DeepSpeed builds it, on the ranks that hold it only."""
+
+    def __init__(self, model: nn.Module, name: str, fill: Fill, region: Region, clock: Clock, cut_head_from: int) -> None:
+        super().__init__(Stage)
+        self.model, self.name, self.fill = model, name, fill
+        self.region, self.clock, self.cut_head_from = region, clock, cut_head_from
+
+    def build(self, log: bool = False) -> Stage:
+        stage = materialise(self.model, self.name, self.fill, self.clock)
+        cut_(stage.inner, self.region, name=stage.prefix.rstrip("."), cut_head_from=self.cut_head_from)
+        return stage
+
+
+class VitPipeline(PipelineModule):
+    """The stages of one pipeline rank.
+
+    Args:
+        specs: One for each stage of the whole model, in order.
+        bounds: Pipeline rank r holds stages [bounds[r], bounds[r + 1]).
+        groups: This rank's peers.
+        loss_fn: (logits, targets) -> scalar, called on the last pipeline rank.
+        clock: Shared with the stages.
+        no_decay: timm names of the parameters that get no weight decay, of the whole model.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[StageSpec],
+        bounds: Sequence[int],
+        groups: Groups,
+        loss_fn: Callable[[Tensor, Tensor], Tensor],
+        clock: Clock,
+        no_decay: set[str],
+    ) -> None:
+        self._bounds = list(bounds)  # read by _partition_layers while nn.Module is set up
+        topology = groups.topology
+        super().__init__(
+            layers=specs,
+            topology=PipeModelDataParallelTopology(num_pp=topology.pp, num_mp=topology.tp, num_dp=topology.dp),
+            loss_fn=loss_fn,
+        )
+        self.groups = groups
+        self.clock = clock
+        self.no_decay = no_decay
+
+    def _partition_layers(self, method: str = "") -> None:
+        """Take our boundaries in place of DeepSpeed's methods, which know neither blocks nor weights of the ends."""
+        self.parts = self._bounds
+        stage_id = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage_id], stop=self.parts[stage_id + 1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.clock.next_micro_batch()
+        return super().forward(x)
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages that this rank holds, in order."""
+        return list(self.forward_funcs)
+
+    def named_timm_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters under the names that timm gives them."""
+        for stage in self.stages:
+            yield from stage.named_timm_parameters()
+
+
+def pipeline(
+    model: nn.Module,
+    topology: Topology,
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    *,
+    region: str = "exact",
+    partition: str | Sequence[int] = "parameters",
+    embed_weight: float | None = None,
+    head_weight: float | None = None,
+    cut_head_from: int = CUT_HEAD_FROM,
+    seed: int = 0,
+    fill: Fill | None = None,
+    groups: Groups | None = None,
+) -> VitPipeline:
+    """Lay a timm model out over the grid and return what this rank holds of it. Collective over the world.
+
+    Args:
+        model: A whole timm model. A real one is copied slice by slice; one on meta gets its first weights here, one
+            stage at a time, the same for every topology.
+        topology: The grid; its size must be the world's.
+        loss_fn: (logits, targets) -> scalar, called on the last stage.
+        region: Where partial sums are exchanged: "exact".
+        partition: Blocks to pipeline ranks by "parameters", by "flops" (model on meta), or the first block of each.
+        embed_weight: Cost of the embedding in mean blocks; None counts it.
+        head_weight: The same for the head.
+        cut_head_from: Number of classes from which on the classifier is cut over tp.
+        seed: Of weights and of all randomness in forward.
+        fill: Where the weights of a model on meta come from; None draws them by `seed`.
+        groups: This rank's peers where they exist already.
+
+    Returns:
+        A PipelineModule for `initialize`.
+
+    Raises:
+        ConfigError: If the model cannot be laid out on that many stages.
+        ShardRuleError: If a module has no sharding rule.
+        TopologyError: If the world or the heads do not fit the grid.
+    """
+    bounds = stage_bounds(model, topology.pp, partition, embed_weight, head_weight)
+    require_divisible(list(find_matches(model)), topology.tp)
+    start_communication()
+    groups = groups or build_groups(topology)
+    exchange, clock = REGIONS[region](groups.tp_group), Clock(seed=seed)
+    fill = fill or initialise(seed)
+    specs = [StageSpec(model, name, fill, exchange, clock, cut_head_from) for name in stage_names(model)]
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology
+        return VitPipeline(specs, bounds, groups, loss_fn, clock, no_decay_names(model))

@@ -1,0 +1,154 @@
+"""Can this run work? Asked in the launching process, with timm on meta, before any rank starts.
+
+All complaints at once. A check that needs the result of one that failed is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from vit_tp.config import BatchPlan, Config, batch_plan
+from vit_tp.data.order import steps_per_epoch
+from vit_tp.data.sources import describe
+from vit_tp.data.spec import DataSpec
+from vit_tp.errors import ConfigError, VitTpError
+from vit_tp.models.build import build_model, input_shape
+from vit_tp.models.costs import stage_bounds
+from vit_tp.models.stages import build_stage, stage_names
+from vit_tp.parallel.topology import Topology
+from vit_tp.recipe.mixing import Mixer
+from vit_tp.recipe.optimizer import is_frozen
+from vit_tp.sharding.convert import find_matches, require_divisible
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What will run.
+
+    Args:
+        topology: The grid.
+        plan: Sizes of the batches.
+        spec: Sizes of the data set.
+        bounds: Stages of each pipeline rank.
+        lines: The same for a person.
+    """
+
+    topology: Topology
+    plan: BatchPlan
+    spec: DataSpec
+    bounds: list[int]
+    lines: list[str]
+
+
+class _Complaints(list[str]):
+    """Collects the sentences of what is refused inside a `with` block."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, VitTpError):
+            return False
+        self.extend(error.complaints if isinstance(error, ConfigError) else [str(error)])
+        return True
+
+
+def preflight(config: Config) -> Preflight:
+    """Check a run against its data and its model.
+
+    Args:
+        config: The run, past `check()`; parallel.dp null counts as 1.
+
+    Raises:
+        ConfigError: With every complaint.
+    """
+    parallel = config.parallel
+    topology = Topology(parallel.pp, parallel.dp or 1, parallel.tp)
+    complaints = _Complaints()
+    spec = plan = model = bounds = None
+    with complaints:
+        plan = batch_plan(config, topology.dp)
+    with complaints:
+        spec = describe(config.data)
+    if spec and plan:
+        with complaints:
+            steps_per_epoch(spec.num_train, plan.global_batch_size)
+        with complaints:
+            Mixer(config.recipe.mixing, config.recipe.smoothing, spec.num_classes).check_micro_batch_size(
+                plan.micro_batch_size
+            )
+    if spec:
+        with complaints:
+            model = build_model(config.model, spec.num_classes, spec.in_chans)
+    if model is not None:
+        with complaints:
+            bounds = stage_bounds(model, topology.pp, parallel.partition, parallel.embed_weight, parallel.head_weight)
+        with complaints:
+            require_divisible(list(find_matches(model)), topology.tp)
+    if bounds:
+        with complaints:
+            _require_trainable(model, bounds, config.recipe.freeze)
+        with complaints:
+            _require_logits(model, spec.num_classes)
+    if complaints:
+        raise ConfigError(complaints)
+    return Preflight(topology, plan, spec, bounds, _describe(config, topology, plan, spec, model, bounds))
+
+
+def _require_trainable(model: nn.Module, bounds: list[int], freeze: list[str]) -> None:
+    """Every pipeline rank makes an optimizer of its own, which cannot be empty."""
+    names = stage_names(model)
+    trainable = [
+        any(not is_frozen(name, freeze) for stage in names[start:stop] for name, _ in _stage_parameters(model, stage))
+        for start, stop in zip(bounds, bounds[1:])
+    ]
+    for rank, has_any in enumerate(trainable):
+        if not has_any:
+            held = names[bounds[rank] : bounds[rank + 1]]
+            raise ConfigError(
+                f"recipe.freeze={freeze} leaves pipeline stage {rank} ({held[0]} to {held[-1]}) of parallel.pp="
+                f"{len(trainable)} without a trainable parameter, and each stage's optimizer needs one. "
+                f"Use parallel.pp=1, freeze less, or give that stage a trainable block with parallel.partition=[...]."
+            )
+
+
+def _stage_parameters(model: nn.Module, stage: str) -> list[tuple[str, nn.Parameter]]:
+    return list(build_stage(model, stage).named_timm_parameters())
+
+
+def _require_logits(model: nn.Module, num_classes: int) -> None:
+    """The task wants one row of logits for each image."""
+    x = torch.empty(input_shape(model, 2), device="meta")
+    try:
+        for stage in stage_names(model):
+            x = build_stage(model, stage)(x)
+    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+        raise ConfigError(f"the model's forward fails on its own input size: {error}. Change model.kwargs.") from error
+    if tuple(x.shape) != (2, num_classes):
+        raise ConfigError(
+            f"the model gives {tuple(x.shape)} for 2 images and {num_classes} classes; classification needs one row of "
+            f"logits for each image. Use a model.kwargs.global_pool that pools, such as avg or token."
+        )
+
+
+def _describe(
+    config: Config, topology: Topology, plan: BatchPlan, spec: DataSpec, model: nn.Module, bounds: list[int]
+) -> list[str]:
+    names = stage_names(model)
+    params = sum(p.numel() for p in model.parameters())
+    held = [names[start:stop] for start, stop in zip(bounds, bounds[1:])]
+    steps = steps_per_epoch(spec.num_train, plan.global_batch_size)
+    _, chans, height, width = input_shape(model, 1)
+    return [
+        f"model     {config.model.timm}: {params / 1e6:.2f} M parameters, {len(model.blocks)} blocks, "
+        f"input {chans} x {height} x {width}",
+        f"grid      tp={topology.tp} x pp={topology.pp} x dp={topology.dp} = {topology.world_size} processes, "
+        f"{config.compute.dtype}",
+        "stages    " + " | ".join(f"{stages[0]} .. {stages[-1]}" for stages in held),
+        f"batch     {plan.global_batch_size} = {plan.micro_batch_size} samples x {plan.grad_accum_steps} micro-batches x "
+        f"{plan.dp_size} replicas",
+        f"data      {config.data.source}: {spec.num_train} training and {spec.num_val} validation samples, "
+        f"{spec.num_classes} classes, {steps} steps an epoch ({spec.num_train - steps * plan.global_batch_size} left over)",
+    ]

@@ -1,0 +1,94 @@
+"""The whole life of one rank, for training and for evaluation."""
+
+from __future__ import annotations
+
+import platform
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Protocol, TextIO
+
+import torch.distributed as dist
+
+from vit_tp.checkpoint.export import save_weights
+from vit_tp.config import Config, config_hash, run_folder
+from vit_tp.errors import ConfigError
+from vit_tp.parallel.topology import Topology
+from vit_tp.report.plot import plot_run
+from vit_tp.report.result import write_result
+from vit_tp.train.assemble import Assembly, assemble
+from vit_tp.train.communication import start_communication, stop_communication
+from vit_tp.train.engine import full_precision
+from vit_tp.train.evaluate import evaluate
+from vit_tp.train.loop import train
+from vit_tp.train.recorder import Recorder
+
+
+class RankEnv(Protocol):
+    """What launch.env found out about this process."""
+
+    rank: int
+    world_size: int
+
+
+def train_rank(config: Config, env: RankEnv, console_out: TextIO, console_err: TextIO) -> None:
+    """Train as one rank: join the world, assemble, train, export the weights, write the result."""
+    started = time.perf_counter()
+    run = _join(config, env, None)
+    run_dir = run_folder(config)
+    recorder = Recorder(
+        run_dir, config.log, run.total_steps, run.steps_per_epoch, run.plan.global_batch_size, console_err, env.rank == 0
+    )
+    figures = train(run, recorder)
+    recorder.close()
+    engine = run.engine
+    save_weights(run_dir / "export", engine.module.stages, run.all_stages, run.groups, full_precision(engine))
+    if env.rank == 0:
+        plot_run(run_dir)
+        write_result(run_dir, {**figures, **_circumstances(run), "wall_s": time.perf_counter() - started})
+    stop_communication()
+
+
+def eval_rank(
+    config: Config, env: RankEnv, run_dir: Path, console_out: TextIO, console_err: TextIO
+) -> dict[str, float]:
+    """Evaluate a finished run's weights as one rank; return its figures."""
+    started = time.perf_counter()
+    run = _join(config, env, Path(run_dir) / "export")
+    figures = {**evaluate(run), **_circumstances(run), "wall_s": time.perf_counter() - started}
+    stop_communication()
+    return figures
+
+
+def _join(config: Config, env: RankEnv, weights: Path | None) -> Assembly:
+    parallel = config.parallel
+    topology = Topology(parallel.pp, parallel.dp or max(env.world_size // (parallel.tp * parallel.pp), 1), parallel.tp)
+    topology.require_world(env.world_size)
+    device = start_communication(timedelta(seconds=config.compute.timeout_s))
+    _require_same(config_hash(config))
+    return assemble(config, topology, device, weights)
+
+
+def _require_same(own: str) -> None:
+    """Ranks that were started by hand compose alike; a rank with another config would train another model."""
+    hashes: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(hashes, own)
+    different = [rank for rank, other in enumerate(hashes) if other != hashes[0]]
+    if different:
+        raise ConfigError(
+            f"ranks {different} were given another configuration than rank 0; they would train different models. "
+            f"Start every rank with the same overrides, or with --config-file."
+        )
+
+
+def _circumstances(run: Assembly) -> dict[str, object]:
+    packages = ("vit-tp", "torch", "deepspeed", "timm")
+    return {
+        "world_size": run.groups.topology.world_size,
+        "grid": asdict(run.groups.topology),
+        "dtype": run.config.compute.dtype,
+        "device": run.device.type,
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+    }

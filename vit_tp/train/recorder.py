@@ -1,0 +1,84 @@
+"""What a run writes down while it trains. On every rank but 0 it does nothing."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import TextIO
+
+from vit_tp.config import LogConfig
+from vit_tp.report.metrics import MetricsWriter
+from vit_tp.report.progress import Progress
+
+
+class Recorder:
+    """Metrics file, TensorBoard and progress bar of one run.
+
+    Args:
+        run_dir: The run's folder.
+        log: Intervals and switches.
+        total_steps: Steps of the whole run.
+        steps_per_epoch: Steps of one pass over the training set.
+        global_batch_size: Samples of one step.
+        console: Where the progress bar goes.
+        is_writer: True on the one rank that writes.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        log: LogConfig,
+        total_steps: int,
+        steps_per_epoch: int,
+        global_batch_size: int,
+        console: TextIO,
+        is_writer: bool,
+    ) -> None:
+        self.log, self.steps_per_epoch, self.global_batch_size = log, steps_per_epoch, global_batch_size
+        self.total_steps, self.is_writer = total_steps, is_writer
+        self._metrics = MetricsWriter(run_dir, log.tensorboard) if is_writer else None
+        self._progress = Progress(total_steps, console, log.progress and is_writer)
+        self._since, self._steps = time.perf_counter(), 0
+        self._train_s = 0.0
+
+    @property
+    def samples_per_s(self) -> float:
+        """Mean throughput over all steps so far, without evaluation."""
+        done = self.global_batch_size * self._steps
+        return done / self._train_s if self._train_s else 0.0
+
+    def trained(self, step: int, loss: float, lr: float, grad_norm: float) -> None:
+        """Note one finished step.
+
+        Raises:
+            FloatingPointError: If the loss is not a number: every further step would be lost time.
+        """
+        now = time.perf_counter()
+        step_s, self._since = now - self._since, now
+        self._train_s += step_s
+        self._steps += 1
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"the loss of step {step} is {loss} (gradient norm {grad_norm:.4g}, learning rate {lr:.4g}); "
+                f"training has diverged. Lower recipe.optimizer.lr, lengthen recipe.schedule.warmup_epochs or set "
+                f"recipe.clip_grad."
+            )
+        samples_per_s = self.global_batch_size / step_s
+        self._progress.update(step + 1, loss=loss, lr=lr, samples_per_s=samples_per_s)
+        if self._metrics and (step % self.log.every_steps == 0 or step + 1 == self.total_steps):
+            self._metrics.write(
+                step + 1, (step + 1) / self.steps_per_epoch, loss=loss, lr=lr, grad_norm=grad_norm, samples_per_s=samples_per_s
+            )
+
+    def evaluated(self, step: int, figures: dict[str, float]) -> None:
+        """Note the figures of an evaluation after a step; its time does not count as training."""
+        self._progress.update(step + 1, **figures)
+        if self._metrics:
+            self._metrics.write(step + 1, (step + 1) / self.steps_per_epoch, **figures)
+        self._since = time.perf_counter()
+
+    def close(self) -> None:
+        self._progress.close()
+        if self._metrics:
+            self._metrics.close()

@@ -1,0 +1,93 @@
+"""What every verb that starts ranks has in common: placing them, starting them, becoming one.
+
+Does not know: what ranks do.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from vit_tp.config import Config
+from vit_tp.launch import commands, local
+from vit_tp.launch.env import RankEnv, export
+from vit_tp.launch.process import redirect_output, watch_parent
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was typed.
+
+    Args:
+        verb: Name of the verb.
+        overrides: Words with an equals sign.
+        config_file: --config-file.
+    """
+
+    verb: str
+    overrides: list[str]
+    config_file: Path | None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ranks run.
+
+    Args:
+        slots: One name for each rank: its device, or any number on CPU.
+        on_cpu: Whether there is no device.
+    """
+
+    slots: list[str]
+    on_cpu: bool
+
+
+def place(config: Config) -> tuple[Config, Place]:
+    """Return the configuration with the replicas that there really will be, and a place for each rank.
+
+    Raises:
+        ConfigError: The grid does not fit the devices.
+    """
+    listing = "" if config.compute.device == "cpu" else local.gpu_listing()
+    gpus = commands.visible_gpus(config.compute.device, os.environ, listing)
+    world = commands.local_world(config, len(gpus))
+    slots = gpus[:world] if gpus else [str(number) for number in range(world)]
+    return commands.with_replicas(config, world), Place(slots, on_cpu=not gpus)
+
+
+def start(config: Config, arguments: Sequence[str], where: Place, result_file: Path, log_dir: Path) -> int:
+    """Print the equivalent command, start the ranks and wait for them; return the job's exit code."""
+    port = local.free_port(config.cluster.port)
+    threads = commands.fair_threads(local.num_cores(), len(where.slots))
+    command = commands.deepspeed_command(arguments, where.slots, port, threads, where.on_cpu)
+    print(f"started as  {command}", flush=True)
+    environ = commands.child_environment(os.environ, os.getpid(), threads, where.on_cpu)
+    code = local.run(commands.launch_argv(arguments, where.slots, port), environ, result_file, log_dir)
+    if code:
+        print(f"The job ended with code {code}. What each rank printed is in {log_dir}/.", file=sys.stderr)
+        if cause := local.first_failure(log_dir):
+            print(f"First failure: {cause}", file=sys.stderr)
+    return code
+
+
+def is_started_by_us() -> bool:
+    """Say whether this rank's job was started by `vit-tp`, which then prints the plan and the summary."""
+    return commands.LAUNCHER_PID in os.environ
+
+
+def become_rank(config: Config, env: RankEnv, log_dir: Path) -> tuple[TextIO, TextIO]:
+    """Prepare this process before torch and DeepSpeed are imported.
+
+    Returns:
+        Streams to the console; stdout and stderr go to this rank's log from now on.
+    """
+    if is_started_by_us():
+        watch_parent()
+    if config.compute.device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    export(env, os.environ)
+    return redirect_output(log_dir / f"rank_{env.rank:05d}.txt")
