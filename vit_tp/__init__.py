@@ -1,1 +1,53 @@
-"""Tensor x pipeline x data parallel training of timm vision transformers."""
+"""Tensor- and pipeline-parallel training of timm vision transformers on DeepSpeed.
+
+The verbs for people with their own loop, imported when first used, so that `import vit_tp` is free:
+
+    shard_(model, tp_group)              cut a timm model in place
+    finish_gradients_(model)             complete partial gradients, return their true norm
+    full_state_dict(model, tp_group)     full tensors under timm's names
+    pipeline(model, topology, loss_fn)   a DeepSpeed PipelineModule of this rank's stages
+    initialize(pipe, config)             a DeepSpeed engine with a right norm
+    Topology(pp, dp, tp)                 the grid of ranks
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vit_tp.parallel.topology import Topology
+    from vit_tp.sharding.convert import shard_
+    from vit_tp.sharding.gradients import finish_gradients_
+    from vit_tp.sharding.state import full_state_dict
+    from vit_tp.train.engine import initialize
+    from vit_tp.train.pipeline import pipeline
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Topology": "vit_tp.parallel.topology",
+    "finish_gradients_": "vit_tp.sharding.gradients",
+    "full_state_dict": "vit_tp.sharding.state",
+    "initialize": "vit_tp.train.engine",
+    "pipeline": "vit_tp.train.pipeline",
+    "shard_": "vit_tp.sharding.convert",
+}
+__all__ = [
+    "Topology",
+    "finish_gradients_",
+    "full_state_dict",
+    "initialize",
+    "pipeline",
+    "shard_",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 
+import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -70,10 +71,11 @@ class BlockStage(Stage):
 
 
 class HeadStage(Stage):
-    """(B, N, C) -> (B, K)."""
+    """(B, N, C) -> (B, K) float32: a loss of bf16 logits would be bf16 itself, with two or three digits."""
 
     def run(self, x: Tensor) -> Tensor:
-        return self.inner.forward_head(self.inner.norm(x))
+        logits = self.inner.forward_head(self.inner.norm(x))
+        return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
 
 def require_stageable(model: nn.Module) -> None:

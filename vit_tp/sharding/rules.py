@@ -21,6 +21,7 @@ from timm.layers import (
     PatchEmbed,
     RmsNorm,
 )
+from timm.layers.activations import PReLU
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
@@ -109,7 +110,7 @@ RULES: dict[type[nn.Module], ShardRule] = {
 
 # What may be replicated as it is, with all that it holds, where a rule says `whole` or `partial`.
 REPLICABLE: set[type[nn.Module]] = {
-    AttentionPoolLatent, AttentionPoolPrr, LayerNorm, LayerNormFp32, LayerScale, PatchEmbed, RmsNorm,
+    AttentionPoolLatent, AttentionPoolPrr, LayerNorm, LayerNormFp32, LayerScale, PatchEmbed, PReLU, RmsNorm,
     nn.LayerNorm, nn.PReLU,
 }  # fmt: skip
 

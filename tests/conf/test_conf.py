@@ -1,0 +1,112 @@
+"""Every YAML in conf/ composes and passes check(); what does not is refused with all complaints at once."""
+
+from pathlib import Path
+
+import pytest
+
+import vit_tp.conf
+from vit_tp.compose import compose, list_choices, load_config, override, save_config
+from vit_tp.config import SECOND_HALF, Config, check
+from vit_tp.errors import ConfigError
+
+CHOICES = [(group, name) for group, names in list_choices().items() for name in names]
+
+
+@pytest.fixture
+def images(tmp_path) -> str:
+    for split in ("train", "val"):
+        (tmp_path / split / "cat").mkdir(parents=True)
+    return f"data.root={tmp_path}"
+
+
+def complaints_of(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        compose(overrides)
+    return caught.value.complaints
+
+
+def test_every_folder_of_conf_is_a_group():
+    folder = Path(vit_tp.conf.__path__[0])
+    assert {group for group, _ in CHOICES} == {path.name for path in folder.iterdir() if any(path.glob("*.yaml"))}
+
+
+@pytest.mark.parametrize(("group", "name"), CHOICES, ids=lambda word: word)
+def test_every_choice_composes_and_passes_check(group, name, images):
+    check(compose([f"{group}={name}", images]))
+
+
+@pytest.mark.parametrize("path", sorted(Path(vit_tp.conf.__path__[0]).glob("experiment/*.yaml")), ids=lambda p: p.stem)
+def test_every_experiment_is_a_lab_note(path):
+    lines = path.read_text().splitlines()
+    assert lines[0] == "# @package _global_"
+    assert lines[1].startswith(f"# vit-tp train experiment={path.stem}")
+    note = "\n".join(lines)
+    for word in ("# hardware", "# time", "# expected"):
+        assert word in note
+
+
+def test_a_choice_a_value_and_a_free_argument():
+    config = compose(["experiment=digits_smoke", "model.kwargs.depth=6", "model.kwargs.qk_norm=true", "parallel.tp=4"])
+    assert config.model.kwargs["depth"] == 6 and config.model.kwargs["qk_norm"] is True
+    assert config.model.kwargs["num_heads"] == 4
+    assert (config.parallel.tp, config.parallel.pp) == (4, 2)
+
+
+@pytest.mark.parametrize("text", ["model.kwargs={depth: 3}", "+model.kwargs.depth=3", "++model.kwargs.depth=3"])
+def test_free_arguments_in_every_spelling(text):
+    assert compose([text]).model.kwargs == {"depth": 3}
+
+
+def test_lists_nulls_and_quotes():
+    config = compose(["parallel.partition=[0,2]", "parallel.pp=2", "recipe.max_steps=null", "run.name='a b'"])
+    assert config.parallel.partition == [0, 2] and config.recipe.max_steps is None and config.run.name == "a b"
+
+
+def test_every_unknown_key_is_reported_at_once_with_close_names():
+    first, second, third, fourth, fifth = complaints_of(
+        "experiment=digit_smoke", "recipe.lr=3", "recipe.epochs=ten", "+bar=3", "parallel.tp=2,4"
+    )
+    assert "experiment=digit_smoke is not a choice" in first and "Did you mean experiment=digits_smoke?" in first
+    assert second == "There is no knob recipe.lr; nothing would read it. Did you mean recipe.optimizer.lr?"
+    assert third.startswith("recipe.epochs=ten is not a whole number")
+    assert fourth.startswith("There is no knob bar;")
+    assert "has several values" in fifth
+
+
+@pytest.mark.parametrize("text", ["a b", "=3", "~recipe.epochs", "recipe.epochs=", "hydra.run.dir=x", "recipe=3"])
+def test_what_is_no_override(text):
+    [complaint] = complaints_of(text)
+    assert complaint.endswith(".")
+
+
+def test_a_file_and_back(tmp_path):
+    config = compose(["experiment=digits_smoke", "run.name=1e3x", "parallel.partition=[0,2]"])
+    save_config(config, tmp_path / "deep" / "config.yaml")
+    assert load_config(tmp_path / "deep" / "config.yaml") == config
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["config.yaml"]
+
+
+def test_a_file_that_somebody_edited(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("recipe: {optimizer: {lr: 1e-3}}\n")
+    assert load_config(path).recipe.optimizer.lr == 1e-3
+    path.write_text("recipe: {epoch: 3}\nparalel: {}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert len(caught.value.complaints) == 2
+    path.write_text("a: [")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load_config(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_only_the_second_half_of_a_finished_run_may_change():
+    config = Config()
+    config.parallel.tp, config.parallel.dp = 2, 3
+    changed = override(config, ["parallel.tp=4", "compute=bf16"], SECOND_HALF)
+    assert (changed.parallel.tp, changed.parallel.dp, changed.compute.dtype) == (4, 3, "bf16")
+    assert override(config, ["parallel=tp2_pp2"], SECOND_HALF).parallel.dp is None  # a choice replaces its group
+    with pytest.raises(ConfigError) as caught:
+        override(config, ["recipe.epochs=3", "model=vit_base", "parallel.tp=1"], SECOND_HALF)
+    assert len(caught.value.complaints) == 2

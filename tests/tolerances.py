@@ -1,0 +1,20 @@
+"""Every tolerance of the suite, with its reason."""
+
+BLOCK_FLOAT64 = 1e-10
+"""Cut against whole in float64: only the order of sums differs; seen at most 1e-14."""
+
+LOSS_FLOAT32 = 1e-5
+"""Relative, on the first ten steps of a run: sums over ranks round differently, and steps carry it on."""
+
+LOSS_LATE_FLOAT32 = 1e-4
+"""Relative, from the eleventh step on: AdamW divides rounding by small second moments, and it grows with each step."""
+
+NORM_FLOAT32 = 1e-4
+"""Relative, of the gradient norm over twenty steps."""
+
+WEIGHT_STEPS = 0.05
+"""Final weights: at most this part of one optimiser step (learning rate) apart. AdamW takes a step of about lr whatever
+the gradient's size, so a parameter whose gradient is rounding noise can take it in either direction."""
+
+BF16_SPREAD = 3.0
+"""A bf16 run may lie this many times further from the mean than single-process runs with other micro-batches do."""

@@ -1,0 +1,271 @@
+"""What check() refuses and with which words; batches, fingerprints and dictionaries."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vit_tp.config import (
+    Config,
+    MixingConfig,
+    batch_plan,
+    check,
+    config_hash,
+    eval_batch_plan,
+    fingerprint,
+    from_dict,
+    list_knobs,
+    run_folder,
+    to_dict,
+)
+from vit_tp.config.checks import NAMES, RANGES, read
+from vit_tp.errors import ConfigError
+
+
+def config_with(**knobs) -> Config:
+    """Return the defaults with some knobs set; a double underscore stands for the dot."""
+    config = Config()
+    for path, value in knobs.items():
+        *parents, leaf = path.split("__")
+        target = config
+        for name in parents:
+            target = getattr(target, name)
+        setattr(target, leaf, value)
+    return config
+
+
+def complaints_of(config: Config, **options) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        check(config, **options)
+    return caught.value.complaints
+
+
+def test_the_defaults_pass():
+    check(Config())
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"run__name": "a/b"}, ["run.name=a/b", "path separator", "run.name=b"]),
+        ({"run__name": ".."}, ["run.name='..'", "run.name=run"]),
+        ({"run__seed": -1}, ["run.seed=-1", "at least 0"]),
+        ({"task__name": "clasification"}, ["Did you mean task.name=classification?"]),
+        ({"model__timm": ""}, ["model.timm is empty"]),
+        ({"model__kwargs": {"num_classes": 5}}, ["model.kwargs.num_classes=5", "data source"]),
+        ({"model__kwargs": {"img_size": 5}}, ["Use model.img_size"]),
+        ({"data__source": "digit"}, ["data.source=digit", "digits, image_folder", "Did you mean data.source=digits?"]),
+        ({"data__crop_scale": [0.5, 0.1]}, ["data.crop_scale=[0.5,0.1]", "data.crop_scale=[0.08,1.0]"]),
+        ({"data__hflip": 1.5}, ["data.hflip=1.5", "at most 1"]),
+        ({"data__eval_crop": 0.0}, ["more than 0"]),
+        ({"data__source": "image_folder"}, ["data.root is not set", "Use data.root=<folder>"]),
+        (
+            {"data__source": "image_folder", "data__root": "/no/such"},
+            ["data.root=/no/such is not a folder", "Use data.root="],
+        ),
+        ({"recipe__global_batch_size": 0}, ["recipe.global_batch_size=0", "at least 1"]),
+        ({"recipe__epochs": 0}, ["recipe.epochs=0", "recipe.epochs=1"]),
+        ({"recipe__optimizer__lr": 0.0}, ["recipe.optimizer.lr=0.0", "more than 0"]),
+        ({"recipe__optimizer__lr": float("nan")}, ["recipe.optimizer.lr=nan", "out of range"]),
+        ({"recipe__optimizer__betas": [0.9]}, ["recipe.optimizer.betas=[0.9]", "[0.9,0.999]"]),
+        ({"recipe__optimizer__betas": [0.9, 1.0]}, ["below 1"]),
+        ({"recipe__optimizer__name": "adamW2"}, ["recipe.optimizer.name=adamW2", "adamw"]),
+        ({"recipe__schedule__warmup_epochs": 11.0}, ["warmup_epochs=11", "recipe.epochs=10"]),
+        ({"recipe__schedule__min_lr": 1.0}, ["min_lr=1", "recipe.optimizer.lr=0.001"]),
+        ({"recipe__mixing__prob": 2.0}, ["recipe.mixing.prob=2.0", "at most 1"]),
+        ({"recipe__mixing__mixup_alpha": -0.1}, ["recipe.mixing.mixup_alpha=-0.1"]),
+        ({"recipe__mixing__mixup_alpha": 0.8, "compute__micro_batch_size": 1}, ["is odd", "mixup_alpha=0"]),
+        ({"recipe__clip_grad": -1.0}, ["recipe.clip_grad=-1.0", "at least 0"]),
+        ({"recipe__smoothing": 1.0}, ["recipe.smoothing=1.0"]),
+        ({"recipe__freeze": [""]}, ["recipe.freeze=[]", "blocks.0.*"]),
+        ({"parallel__tp": 0}, ["parallel.tp=0", "parallel.tp=1"]),
+        ({"parallel__pp": -2}, ["parallel.pp=-2"]),
+        ({"parallel__dp": 0}, ["parallel.dp=0"]),
+        ({"parallel__partition": "flop"}, ["parallel.partition=flop", "parameters, flops"]),
+        ({"parallel__partition": [1], "parallel__pp": 1}, ["does not start at block 0", "parallel.partition=[0]"]),
+        ({"parallel__partition": [0, 3, 3], "parallel__pp": 3}, ["does not grow", "parallel.partition=[0,1,2]"]),
+        ({"parallel__partition": [0, 3], "parallel__pp": 3}, ["has 2 stages, parallel.pp=3", "Use parallel.pp=2"]),
+        ({"parallel__partition": []}, ["parallel.partition=[] is not known"]),
+        ({"compute__dtype": "bf61"}, ["Did you mean compute.dtype=bf16?"]),
+        ({"compute__dtype": "fp16", "compute__device": "cpu"}, ["fp16", "Use compute.dtype=bf16"]),
+        ({"compute__device": "gpu"}, ["compute.device=gpu", "auto, cpu, cuda"]),
+        ({"compute__micro_batch_size": 0}, ["compute.micro_batch_size=0"]),
+        ({"compute__timeout_s": 0}, ["compute.timeout_s=0"]),
+        ({"cluster__name": "slurm"}, ["cluster.name=slurm", "local"]),
+        ({"cluster__port": 70000}, ["cluster.port=70000", "65535"]),
+        ({"log__every_steps": 0}, ["log.every_steps=0"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_refuses_with_numbers_reason_and_what_to_type(knobs, words):
+    [complaint] = complaints_of(config_with(**knobs))
+    for word in words:
+        assert word in complaint
+    assert complaint.endswith((".", "?"))
+
+
+@pytest.mark.parametrize("name", ["lamb", "lars", "adafactor", "muon", "LAMB"])
+def test_layerwise_optimizers_are_refused_with_the_reason(name):
+    [complaint] = complaints_of(config_with(recipe__optimizer__name=name))
+    assert "whole layers" in complaint and "Use recipe.optimizer.name=adamw" in complaint
+
+
+def test_all_complaints_come_at_once():
+    config = config_with(recipe__epochs=0, parallel__tp=0, compute__dtype="fp8", run__name="a/b", cluster__port=0)
+    assert len(complaints_of(config)) == 5
+
+
+def test_an_image_folder_without_its_splits_says_what_it_found(tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "test").mkdir()
+    [complaint] = complaints_of(config_with(data__source="image_folder", data__root=str(tmp_path)))
+    assert "has no val folder (it holds test, train)" in complaint
+
+
+def test_every_number_has_a_range_and_every_range_a_knob():
+    unbounded = {"data.color_jitter"} | set(RANGES)
+    numbers = {knob.path for knob in list_knobs() if "int" in str(knob.type) or knob.type is float}
+    assert {path for path in numbers if "list" not in str(path)} <= unbounded
+    assert set(RANGES) | set(NAMES) <= {knob.path for knob in list_knobs()}
+
+
+def test_every_knob_has_one_line_of_text():
+    for knob in list_knobs():
+        assert knob.text and "\n" not in knob.text
+
+
+# --- batches
+
+
+@pytest.mark.parametrize(
+    ("batch", "dp", "pp", "micro", "expected"),
+    [
+        (64, 1, 1, None, (64, 1)),
+        (64, 2, 1, None, (32, 1)),
+        (64, 1, 2, None, (16, 4)),
+        (64, 2, 2, None, (8, 4)),
+        (6, 1, 2, None, (2, 3)),  # P40: tp and pp ranks are no data ranks
+        (7, 1, 2, None, (7, 1)),
+        (64, 2, 2, 4, (4, 8)),
+    ],
+)
+def test_batch_plan(batch, dp, pp, micro, expected):
+    config = config_with(
+        recipe__global_batch_size=batch, parallel__pp=pp, parallel__tp=2, compute__micro_batch_size=micro
+    )
+    plan = batch_plan(config, dp)
+    assert (plan.micro_batch_size, plan.grad_accum_steps) == expected
+    assert plan.eval_micro_batch_size == plan.micro_batch_size
+
+
+@given(st.integers(1, 512), st.integers(1, 8), st.integers(1, 8), st.none() | st.integers(1, 16))
+def test_batch_plan_multiplies_out_or_names_a_size_that_does(batch, dp, pp, micro):
+    config = config_with(recipe__global_batch_size=batch, parallel__pp=pp, compute__micro_batch_size=micro)
+    try:
+        plan = batch_plan(config, dp)
+    except ConfigError as error:
+        sizes = [int(word.split("=")[1].strip(".,")) for word in str(error).split("Use ")[1].split() if "batch_size=" in word]
+        fixed = config_with(recipe__global_batch_size=sizes[0], parallel__pp=pp, compute__micro_batch_size=micro)
+        batch_plan(fixed, dp)
+    else:
+        assert plan.micro_batch_size * plan.grad_accum_steps * dp == batch == plan.global_batch_size
+        assert micro is not None or plan.grad_accum_steps <= max(1, 2 * pp if pp > 1 else 1)
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_legal_values():
+    config = config_with(recipe__global_batch_size=10, parallel__dp=4)
+    [complaint] = complaints_of(config)
+    assert "recipe.global_batch_size=10 is not a multiple of parallel.dp=4" in complaint
+    assert "recipe.global_batch_size=8 or recipe.global_batch_size=12" in complaint
+    config = config_with(recipe__global_batch_size=12, compute__micro_batch_size=5)
+    [complaint] = complaints_of(config)
+    assert "compute.micro_batch_size=1, 2, 3, 4, 6, 12" in complaint
+
+
+def test_an_evaluation_need_not_divide_the_training_batch():
+    config = config_with(recipe__global_batch_size=10, parallel__dp=4)
+    check(config, training=False)
+    assert eval_batch_plan(config, 4).grad_accum_steps == 1
+
+
+# --- fingerprint and hash
+
+
+@pytest.mark.parametrize(
+    ("knobs", "same"),
+    [
+        ({"parallel__tp": 4, "parallel__pp": 2, "parallel__partition": [0, 3]}, True),
+        ({"compute__dtype": "bf16", "compute__micro_batch_size": 8}, True),
+        ({"log__every_steps": 3, "cluster__port": 1234, "run__name": "other", "run__dir": "else"}, True),
+        ({"data__num_workers": 3, "data__root": "/elsewhere"}, True),
+        ({"run__seed": 1}, False),
+        ({"recipe__optimizer__lr": 2e-3}, False),
+        ({"model__kwargs": {"depth": 3}}, False),
+        ({"data__hflip": 0.0}, False),
+    ],
+)
+def test_the_fingerprint_is_what_is_learnt(knobs, same):
+    changed = config_with(**knobs)
+    assert (fingerprint(changed) == fingerprint(Config())) == same
+    assert config_hash(changed) != config_hash(Config())
+
+
+@pytest.mark.parametrize("knobs", [{"recipe__mixing": MixingConfig(mixup_alpha=0.8)}, {"model__kwargs": {"drop_path_rate": 0.1}}])
+def test_micro_batches_join_the_fingerprint_where_they_are_learnt(knobs):
+    whole, halves = (config_with(**knobs, compute__micro_batch_size=size) for size in (64, 32))
+    assert fingerprint(whole) != fingerprint(halves)
+    unset = config_with(**knobs)
+    assert fingerprint(unset, dp_size=2) == fingerprint(halves)
+    assert fingerprint(unset) == fingerprint(whole)
+
+
+def test_one_and_one_point_zero_are_one_value():
+    assert fingerprint(config_with(recipe__clip_grad=1)) == fingerprint(config_with(recipe__clip_grad=1.0))
+
+
+# --- dictionaries
+
+
+def test_a_dictionary_and_back():
+    config = config_with(parallel__partition=[0, 2], parallel__pp=2, model__kwargs={"depth": 4}, data__root="x")
+    assert from_dict(to_dict(config)) == config
+    assert from_dict({}) == Config()
+
+
+def test_unknown_knobs_and_wrong_types_come_at_once_with_close_names():
+    with pytest.raises(ConfigError) as caught:
+        from_dict(
+            {
+                "recipe": {"epoch": 3, "epochs": "ten", "optimizer": {"lr": "1e-3", "weight_decays": 1}},
+                "modle": {},
+                "parallel": {"tp": True},
+                "data": 3,
+            }
+        )
+    first, second, third, fourth, fifth, sixth = caught.value.complaints
+    assert first == "There is no knob recipe.epoch; nothing would read it. Did you mean recipe.epochs?"
+    assert second.startswith("recipe.epochs=ten is not a whole number")
+    assert "recipe.optimizer.weight_decay?" in third
+    assert "Did you mean model?" in fourth
+    assert "parallel.tp=true is not a whole number" in fifth
+    assert "data=3" in sixth
+
+
+def test_numbers_fit_where_nothing_is_lost():
+    config = from_dict({"recipe": {"optimizer": {"lr": "1e-3", "betas": (0, 1)}}, "run": {"name": 7}})
+    assert config.recipe.optimizer.lr == 1e-3
+    assert config.recipe.optimizer.betas == [0.0, 1.0]
+    assert config.run.name == "7"
+
+
+def test_the_run_folder_knows_no_clock():
+    assert str(run_folder(config_with(run__dir="a", run__name="b"))) == "a/b"
+
+
+def test_check_does_not_change_the_config():
+    config = config_with(recipe__clip_grad=1)
+    before = to_dict(config)
+    check(config)
+    assert to_dict(config) == before and read(config, "recipe.clip_grad") == 1
+    assert replace(config) == config
