@@ -114,6 +114,7 @@ def _rank_main(
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size))
     torch.set_num_threads(1)
+    multiprocessing.current_process()._config["daemon"] = False  # or a rank could not start loader processes
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{Path(folder) / 'rendezvous'}", rank=rank, world_size=world_size,

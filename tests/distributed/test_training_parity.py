@@ -128,8 +128,8 @@ def bf16_runs(first_weights) -> torch.Tensor:
 def test_bf16_lies_within_the_spread_of_single_processes(grid, bf16_runs):
     pp, dp, tp = grid
     results = run_world(train_grid, pp * dp * tp, pp, dp, tp, 2, RICH, STEPS, {"bf16": {"enabled": True}})
-    runs = bf16_runs
-    middle, spread = runs.mean(0), (runs.amax(0) - runs.amin(0)).max()
+    assert all(rank["losses"] == results[0]["losses"] for rank in results), "P04: every rank holds the last stage's loss"
+    middle, spread = bf16_runs.mean(0), (bf16_runs.amax(0) - bf16_runs.amin(0)).max()
     found = torch.tensor(results[0]["losses"])
     assert (found - middle).abs().max() <= BF16_SPREAD * spread, (found - middle, spread)
     assert spread < 0.1, "the spread itself must be small, or the test could not fail"

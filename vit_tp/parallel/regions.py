@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from vit_tp.errors import ConfigError
 from vit_tp.parallel.collectives import copy_to_group, reduce_from_group
 
 
@@ -57,3 +58,14 @@ class ExactRegion:
 
 
 REGIONS = {"exact": ExactRegion}
+
+
+def build_region(name: str, tp_group: ProcessGroup) -> Region:
+    """Return the region of that name over a group.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    if name not in REGIONS:
+        raise ConfigError(f"region={name!r} is not known. Use one of {', '.join(REGIONS)}.")
+    return REGIONS[name](tp_group)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from vit_tp.errors import ConfigError, ShardRuleError, TopologyError
-from vit_tp.parallel.regions import REGIONS, Region
+from vit_tp.errors import ShardRuleError, TopologyError
+from vit_tp.parallel.regions import Region, build_region
 from vit_tp.parallel.rng import PrivateStream
 from vit_tp.sharding.layers import Enter, GatheredLinear, RowLinear
 from vit_tp.sharding.placement import Placement, Replicated, Sharded, mark
@@ -106,11 +106,9 @@ def shard_(
         ShardRuleError: If the model holds a class without a rule, or nothing that can be cut.
         TopologyError: If the number of ranks does not divide heads or MLP width.
     """
-    if region not in REGIONS:
-        raise ConfigError(f"region={region!r} is not known. Use one of {', '.join(REGIONS)}.")
     if hasattr(model, "tp_region"):
         raise ShardRuleError("this model is cut already; cutting a slice again would lose weights. Call shard_ once.")
-    exchange = REGIONS[region](tp_group)
+    exchange = build_region(region, tp_group)
     matches = cut_(model, exchange, cut_head_from=cut_head_from)
     if not any(match.rule.cuts for match in matches):
         raise ShardRuleError(f"nothing in {type(model).__name__} can be cut; tensor parallelism would only copy it.")

@@ -10,11 +10,12 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from vit_tp.errors import ConfigError
 from vit_tp.models.costs import stage_bounds
 from vit_tp.models.stages import Stage, stage_names
 from vit_tp.models.weights import Fill, initialise, materialise
 from vit_tp.parallel.groups import Groups, build_groups
-from vit_tp.parallel.regions import REGIONS, Region
+from vit_tp.parallel.regions import Region, build_region
 from vit_tp.parallel.rng import Clock
 from vit_tp.parallel.topology import Topology
 from vit_tp.recipe.optimizer import no_decay_names
@@ -34,6 +35,28 @@ class StageSpec(LayerSpec):
         stage = materialise(self.model, self.name, self.fill, self.clock)
         cut_(stage.inner, self.region, name=stage.prefix.rstrip("."), cut_head_from=self.cut_head_from)
         return stage
+
+
+class ScalarLoss(nn.Module):
+    """A loss function that must give one number; a module, so that a loss with train() and eval() is told of both.
+
+    Args:
+        loss_fn: (logits, targets) -> scalar.
+    """
+
+    def __init__(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.loss_fn = loss_fn
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        loss = self.loss_fn(logits, targets)
+        if not isinstance(loss, Tensor) or loss.dim() > 0:
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ConfigError(
+                f"loss_fn returned {found}; the pipeline averages one number over micro-batches and sends it to all "
+                f"stages. Return a scalar tensor, for example its mean."
+            )
+        return loss
 
 
 class VitPipeline(PipelineModule):
@@ -62,7 +85,7 @@ class VitPipeline(PipelineModule):
         super().__init__(
             layers=specs,
             topology=PipeModelDataParallelTopology(num_pp=topology.pp, num_mp=topology.tp, num_dp=topology.dp),
-            loss_fn=loss_fn,
+            loss_fn=ScalarLoss(loss_fn),
         )
         self.groups = groups
         self.clock = clock
@@ -124,7 +147,7 @@ def pipeline(
         A PipelineModule for `initialize`.
 
     Raises:
-        ConfigError: If the model cannot be laid out on that many stages.
+        ConfigError: If the model cannot be laid out on that many stages, or the region is unknown.
         ShardRuleError: If a module has no sharding rule.
         TopologyError: If the world or the heads do not fit the grid.
     """
@@ -132,7 +155,7 @@ def pipeline(
     require_divisible(list(find_matches(model)), topology.tp)
     start_communication()
     groups = groups or build_groups(topology)
-    exchange, clock = REGIONS[region](groups.tp_group), Clock(seed=seed)
+    exchange, clock = build_region(region, groups.tp_group), Clock(seed=seed)
     fill = fill or initialise(seed)
     specs = [StageSpec(model, name, fill, exchange, clock, cut_head_from) for name in stage_names(model)]
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology

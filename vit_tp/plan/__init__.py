@@ -1,0 +1,1 @@
+"""Will it fit? Counted on meta, before any rank starts."""

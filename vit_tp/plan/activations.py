@@ -1,0 +1,114 @@
+"""How many bytes of activations does each pipeline rank keep for its backward passes?
+
+Counted, not modelled: a stage's forward runs on meta and what autograd saves is added up. Does not know: devices, the
+memory of weights and optimizers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from vit_tp.models.build import input_shape
+from vit_tp.models.stages import build_stage, stage_names
+from vit_tp.sharding.convert import CUT_HEAD_FROM, cut_
+
+
+class OneOfMany:
+    """A region as one rank of many sees it, without the others: shapes are right, sums are not. For tensors without bytes.
+
+    Args:
+        tp_size: Ranks that share each weight.
+    """
+
+    tp_group = None
+    tp_rank = 0
+
+    def __init__(self, tp_size: int) -> None:
+        self.tp_size = tp_size
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    def leave(self, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+
+def live_micro_batches(pp: int, grad_accum_steps: int) -> list[int]:
+    """Return how many micro-batches each pipeline rank holds between forward and backward under 1F1B.
+
+    The first rank holds the most: it goes forward pp times before its first gradient comes back.
+    """
+    return [min(pp - rank, grad_accum_steps) for rank in range(pp)]
+
+
+def stage_activation_bytes(
+    model: nn.Module, micro_batch_size: int, tp_size: int, dtype: torch.dtype, cut_head_from: int = CUT_HEAD_FROM
+) -> list[int]:
+    """Return the bytes that one micro-batch's forward leaves saved in each stage, on one tensor-parallel rank.
+
+    Args:
+        model: A whole timm model on meta; it is left as it is.
+        micro_batch_size: Samples of one forward pass, B.
+        tp_size: Ranks that share each weight.
+        dtype: Of weights and activations.
+        cut_head_from: Number of classes from which on the classifier is cut.
+    """
+    sizes = []
+    x = torch.empty(input_shape(model, micro_batch_size), dtype=dtype, device="meta")
+    for name in stage_names(model):
+        stage = build_stage(model, name)
+        stage.inner = copy.deepcopy(stage.inner).to(dtype)
+        cut_(stage.inner, OneOfMany(tp_size), name=name, cut_head_from=cut_head_from)
+        weights = {p.untyped_storage() for p in stage.parameters()}
+        x, saved = _forward_and_saved(stage, x.detach().requires_grad_(name != "embed"))
+        sizes.append(sum(storage.nbytes() for storage in saved - weights))
+    return sizes
+
+
+def rank_activation_bytes(sizes: Sequence[int], bounds: Sequence[int], grad_accum_steps: int) -> list[int]:
+    """Return the peak of saved activations of each pipeline rank.
+
+    Args:
+        sizes: From `stage_activation_bytes`.
+        bounds: Pipeline rank r holds stages [bounds[r], bounds[r + 1]).
+        grad_accum_steps: Micro-batches of a step.
+    """
+    alive = live_micro_batches(len(bounds) - 1, grad_accum_steps)
+    return [n * sum(sizes[start:stop]) for n, start, stop in zip(alive, bounds, bounds[1:])]
+
+
+def _forward_and_saved(stage: nn.Module, x: Tensor) -> tuple[Tensor, set[torch.UntypedStorage]]:
+    saved = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.add(tensor.untyped_storage())
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor), _FusedAttention():
+        return stage(x), saved
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Lets attention save what fused kernels save; on meta there is none, and it would save its N x N scores."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention and kwargs.get("attn_mask") is None:
+            return _SaveAsFused.apply(*args[:3])
+        return func(*args, **(kwargs or {}))
+
+
+class _SaveAsFused(Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.empty_like(q)  # (B, H, N, D)
+        log_sum = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        ctx.save_for_backward(q, k, v, out, log_sum)
+        return out
