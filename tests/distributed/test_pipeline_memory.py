@@ -125,25 +125,24 @@ def live_bytes() -> dict[str, int]:
 def test_early_stages_hold_more_and_the_plan_says_how_much():
     """P20: 4, 3, 2, 1 micro-batches, and their bytes within 20 % of the count on meta."""
     from vit_tp.models.costs import stage_bounds
-    from vit_tp.plan.activations import live_micro_batches, rank_activation_bytes, stage_activation_bytes
+    from vit_tp.plan.stages import plan_ranks, plan_stages
 
     found = run_world(live_bytes, 4)
     with torch.device("meta"):
         model = timm.create_model("vit_tiny_patch16_224", **WATCHED)
-    sizes = stage_activation_bytes(model, 4, 1, torch.float32)
-    planned = rank_activation_bytes(sizes, stage_bounds(model, 4), 8)
-    assert [rank["micro_batches"] for rank in found] == live_micro_batches(4, 8) == [4, 3, 2, 1]
-    assert [rank["bytes"] for rank in found] == pytest.approx(planned, rel=0.2)
+    planned = plan_ranks(plan_stages(model, 4, 1, torch.float32), stage_bounds(model, 4), 8)
+    assert [rank["micro_batches"] for rank in found] == [plan.micro_batches for plan in planned] == [4, 3, 2, 1]
+    assert [rank["bytes"] for rank in found] == pytest.approx([plan.activation_bytes for plan in planned], rel=0.2)
 
 
 def test_counted_bytes_of_a_block_are_those_of_the_literature():
     """arXiv 2205.05198 without dropout and scores: (8 + 24 / t) N B C bytes in bf16 with fused attention."""
-    from vit_tp.plan.activations import stage_activation_bytes
+    from vit_tp.plan.stages import plan_stages
 
     with torch.device("meta"):
         model = timm.create_model("vit_base_patch16_224")
     for tp in (1, 2, 4):
-        block = stage_activation_bytes(model, 8, tp, torch.bfloat16)[1]
+        block = plan_stages(model, 8, tp, torch.bfloat16)[1].activation_bytes
         assert block / (8 * 197 * 768) == pytest.approx(8 + 24 / tp, rel=0.01)
 
 

@@ -42,9 +42,10 @@ class Stage(nn.Module):
         self.clock = clock
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and self.clock is not None:
-            self.clock.seed_stage(x.device, self.name)
-        return self.run(x)
+        if not self.training or self.clock is None:
+            return self.run(x)
+        with self.clock.randomness(x.device, self.name):
+            return self.run(x)
 
     def run(self, x: Tensor) -> Tensor:
         raise NotImplementedError

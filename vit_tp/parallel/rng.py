@@ -33,14 +33,15 @@ def default_generator(device: torch.device) -> Generator:
 
 
 @contextmanager
-def seeded(*parts: object) -> Iterator[None]:
-    """Seed the CPU's default generator for a while and put its state back afterwards."""
-    state = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed_from(*parts))
+def seeded(*parts: object, device: torch.device = torch.device("cpu")) -> Iterator[None]:
+    """Seed the default generator of a device by `parts` for a while; put its state back afterwards."""
+    generator = default_generator(device)
+    state = generator.get_state()
+    generator.manual_seed(seed_from(*parts))
     try:
         yield
     finally:
-        torch.set_rng_state(state)
+        generator.set_state(state)
 
 
 @dataclass
@@ -61,10 +62,11 @@ class Clock:
     def next_micro_batch(self) -> None:
         self.micro_batch += 1
 
-    def seed_stage(self, device: torch.device, stage: str) -> None:
-        """Seed the default generator for one stage's pass over the current micro-batch."""
-        seed = seed_from(self.seed, self.step, self.micro_batch, stage)
-        default_generator(device).manual_seed(seed)
+    @contextmanager
+    def randomness(self, device: torch.device, stage: str) -> Iterator[None]:
+        """Seed the default generator for one stage's pass over the current micro-batch; put its state back after."""
+        with seeded(self.seed, self.step, self.micro_batch, stage, device=device):
+            yield
 
 
 class PrivateStream:

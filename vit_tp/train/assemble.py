@@ -17,6 +17,7 @@ from vit_tp.data.order import steps_per_epoch
 from vit_tp.data.sources import build_source, describe
 from vit_tp.data.spec import DataSpec
 from vit_tp.models.build import build_model, input_shape
+from vit_tp.models.dtypes import DTYPES
 from vit_tp.models.stages import stage_names
 from vit_tp.parallel.groups import Groups, build_groups, limit_waiting
 from vit_tp.parallel.rng import seed_from
@@ -28,9 +29,6 @@ from vit_tp.tasks.classification import Classification, build_task
 from vit_tp.train.engine import VitEngine, evaluator, initialize
 from vit_tp.train.feed import Feed
 from vit_tp.train.pipeline import pipeline
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 @dataclass
 class Assembly:

@@ -18,7 +18,9 @@ from vit_tp.errors import ConfigError, VitTpError
 from vit_tp.models.build import build_model, input_shape
 from vit_tp.models.costs import stage_bounds
 from vit_tp.models.stages import build_stage, stage_names
+from vit_tp.models.dtypes import DTYPES
 from vit_tp.parallel.topology import Topology
+from vit_tp.plan.stages import plan_ranks, plan_stages
 from vit_tp.recipe.mixing import Mixer
 from vit_tp.recipe.optimizer import is_frozen
 from vit_tp.sharding.convert import find_matches, require_divisible
@@ -136,9 +138,10 @@ def _require_logits(model: nn.Module, num_classes: int) -> None:
 def _describe(
     config: Config, topology: Topology, plan: BatchPlan, spec: DataSpec, model: nn.Module, bounds: list[int]
 ) -> list[str]:
-    names = stage_names(model)
     params = sum(p.numel() for p in model.parameters())
-    held = [names[start:stop] for start, stop in zip(bounds, bounds[1:])]
+    stages = plan_stages(
+        model, plan.micro_batch_size, topology.tp, DTYPES[config.compute.dtype], config.parallel.cut_head_from
+    )
     steps = steps_per_epoch(spec.num_train, plan.global_batch_size)
     _, chans, height, width = input_shape(model, 1)
     return [
@@ -146,7 +149,11 @@ def _describe(
         f"input {chans} x {height} x {width}",
         f"grid      tp={topology.tp} x pp={topology.pp} x dp={topology.dp} = {topology.world_size} processes, "
         f"{config.compute.dtype}",
-        "stages    " + " | ".join(f"{stages[0]} .. {stages[-1]}" for stages in held),
+        *(
+            f"stage {index:<3} {rank.first} .. {rank.last}: each rank holds {rank.num_params / 1e6:.2f} M parameters and at "
+            f"most {rank.micro_batches} micro-batches, {rank.activation_bytes / 2**20:.1f} MiB of activations"
+            for index, rank in enumerate(plan_ranks(stages, bounds, plan.grad_accum_steps))
+        ),
         f"batch     {plan.global_batch_size} = {plan.micro_batch_size} samples x {plan.grad_accum_steps} micro-batches x "
         f"{plan.dp_size} replicas",
         f"data      {config.data.source}: {spec.num_train} training and {spec.num_val} validation samples, "

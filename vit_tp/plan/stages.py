@@ -1,13 +1,14 @@
-"""How many bytes of activations does each pipeline rank keep for its backward passes?
+"""What does each rank hold: how many parameters, and how many bytes of activations for its backward passes?
 
 Counted, not modelled: a stage's forward runs on meta and what autograd saves is added up. Does not know: devices, the
-memory of weights and optimizers.
+memory of gradients and optimizers.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -49,10 +50,25 @@ def live_micro_batches(pp: int, grad_accum_steps: int) -> list[int]:
     return [min(pp - rank, grad_accum_steps) for rank in range(pp)]
 
 
-def stage_activation_bytes(
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage as one tensor-parallel rank holds it.
+
+    Args:
+        name: Of the stage.
+        num_params: Parameters of its slice.
+        activation_bytes: What one micro-batch's forward leaves saved.
+    """
+
+    name: str
+    num_params: int
+    activation_bytes: int
+
+
+def plan_stages(
     model: nn.Module, micro_batch_size: int, tp_size: int, dtype: torch.dtype, cut_head_from: int = CUT_HEAD_FROM
-) -> list[int]:
-    """Return the bytes that one micro-batch's forward leaves saved in each stage, on one tensor-parallel rank.
+) -> list[StagePlan]:
+    """Return what one tensor-parallel rank would hold of each stage, in order.
 
     Args:
         model: A whole timm model on meta; it is left as it is.
@@ -61,7 +77,7 @@ def stage_activation_bytes(
         dtype: Of weights and activations.
         cut_head_from: Number of classes from which on the classifier is cut.
     """
-    sizes = []
+    plans = []
     x = torch.empty(input_shape(model, micro_batch_size), dtype=dtype, device="meta")
     for name in stage_names(model):
         stage = build_stage(model, name)
@@ -69,20 +85,44 @@ def stage_activation_bytes(
         cut_(stage.inner, OneOfMany(tp_size), name=name, cut_head_from=cut_head_from)
         weights = {p.untyped_storage() for p in stage.parameters()}
         x, saved = _forward_and_saved(stage, x.detach().requires_grad_(name != "embed"))
-        sizes.append(sum(storage.nbytes() for storage in saved - weights))
-    return sizes
+        activation_bytes = sum(storage.nbytes() for storage in saved - weights)
+        plans.append(StagePlan(name, sum(p.numel() for p in stage.parameters()), activation_bytes))
+    return plans
 
 
-def rank_activation_bytes(sizes: Sequence[int], bounds: Sequence[int], grad_accum_steps: int) -> list[int]:
-    """Return the peak of saved activations of each pipeline rank.
+@dataclass(frozen=True)
+class RankPlan:
+    """One pipeline rank as one of its tensor-parallel ranks.
 
     Args:
-        sizes: From `stage_activation_bytes`.
+        first: Name of its first stage.
+        last: Name of its last stage.
+        num_params: Parameters that it holds.
+        micro_batches: How many are between forward and backward at most.
+        activation_bytes: What they leave saved.
+    """
+
+    first: str
+    last: str
+    num_params: int
+    micro_batches: int
+    activation_bytes: int
+
+
+def plan_ranks(stages: Sequence[StagePlan], bounds: Sequence[int], grad_accum_steps: int) -> list[RankPlan]:
+    """Return what each pipeline rank would hold.
+
+    Args:
+        stages: From `plan_stages`.
         bounds: Pipeline rank r holds stages [bounds[r], bounds[r + 1]).
         grad_accum_steps: Micro-batches of a step.
     """
     alive = live_micro_batches(len(bounds) - 1, grad_accum_steps)
-    return [n * sum(sizes[start:stop]) for n, start, stop in zip(alive, bounds, bounds[1:])]
+    held = [stages[start:stop] for start, stop in zip(bounds, bounds[1:])]
+    return [
+        RankPlan(own[0].name, own[-1].name, sum(s.num_params for s in own), n, n * sum(s.activation_bytes for s in own))
+        for n, own in zip(alive, held)
+    ]
 
 
 def _forward_and_saved(stage: nn.Module, x: Tensor) -> tuple[Tensor, set[torch.UntypedStorage]]:

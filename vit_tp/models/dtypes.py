@@ -1,0 +1,5 @@
+"""What compute.dtype means in torch's words."""
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
