@@ -68,7 +68,7 @@ RANGES: dict[str, tuple[float, float | None, bool]] = {
     "compute.timeout_s": (1, None, True),
     "cluster.port": (1, 65535, True),
     "log.every_steps": (1, None, True),
-    "log.eval_every_epochs": (1, None, True),
+    "log.eval_every_epochs": (0, None, True),
     "log.check_replicas_every_steps": (0, None, True),
 }
 # timm arguments that another knob, or the data, decides.

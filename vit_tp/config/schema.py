@@ -128,7 +128,7 @@ class ClusterConfig:
 @dataclass
 class LogConfig:
     every_steps: int = knob(10, "write loss, learning rate, gradient norm and samples/s every so many steps")
-    eval_every_epochs: int = knob(1, "evaluate every so many epochs, and at the end")
+    eval_every_epochs: int = knob(1, "evaluate every so many epochs, and at the end; 0: only at the end")
     check_replicas_every_steps: int = knob(100, "compare tensor-parallel replicas bit for bit; 0 switches it off")
     tensorboard: bool = knob(True, "write TensorBoard event files")
     progress: bool = knob(True, "show a progress bar on the console")

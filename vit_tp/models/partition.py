@@ -6,7 +6,8 @@ at least one block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from vit_tp.errors import ConfigError
@@ -34,26 +35,34 @@ def partition(costs: Sequence[float], num_ranks: int) -> list[int]:
             f"Use parallel.pp={num_blocks} or less."
         )
     total = [0.0, *accumulate(costs)]
-    ends = len(costs)
-    # best[r][j]: (dearest, sum of squares, last boundary) of ranks 0..r over stages [0, j)
-    best: list[dict[int, tuple[float, float, int]]] = [{j: (total[j], total[j] ** 2, 0) for j in range(2, ends)}]
-    if num_ranks == 1:
-        return [0, ends]
-    for rank in range(1, num_ranks):
-        last = rank == num_ranks - 1
-        rows = {}
-        for j in [ends] if last else range(rank + 2, ends):
-            options = (
-                (max(dearest, own := total[j] - total[i]), squares + own**2, i)
-                for i, (dearest, squares, _) in best[-1].items()
-                if i + (1 if not last else 2) <= j
-            )
-            rows[j] = min(options, default=None)
-        best.append({j: row for j, row in rows.items() if row is not None})
+    # Two searches: in one, a beginning with a cheap dearest rank would hide one that is more even beside a dear rank.
+    dearest, _ = _least(total, num_ranks, max)
+    _, bounds = _least(total, num_ranks, lambda squares, own: squares + own**2 if own <= dearest else math.inf)
+    return bounds
+
+
+def _least(total: Sequence[float], num_ranks: int, join: Callable[[float, float], float]) -> tuple[float, list[int]]:
+    """Return the least value that `join`, run over the costs of the ranks, can have, and boundaries that have it.
+
+    Args:
+        total: Running sums of the stages' costs, from 0.
+        num_ranks: Pipeline ranks, pp.
+        join: (value of the ranks before, cost of a rank) -> value with it.
+    """
+    ends = len(total) - 1
+    # best[r][j]: (value of the first r ranks over stages [0, j), where the last of them begins)
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    for rank in range(num_ranks):
+        is_last = rank == num_ranks - 1
+        fewest = 1 + (rank == 0) + is_last  # embed and head come on top of a block
+        row = {}
+        for j in [ends] if is_last else range(rank + 2, ends):
+            row[j] = min((join(value, total[j] - total[i]), i) for i, (value, _) in best[-1].items() if i + fewest <= j)
+        best.append(row)
     bounds = [ends]
-    for rank in reversed(range(num_ranks)):
-        bounds.append(best[rank][bounds[-1]][2])
-    return bounds[::-1]
+    for row in reversed(best[1:]):
+        bounds.append(row[bounds[-1]][1])
+    return best[-1][ends][0], bounds[::-1]
 
 
 def explicit(first_blocks: Sequence[int], num_blocks: int, num_ranks: int) -> list[int]:

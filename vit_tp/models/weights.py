@@ -24,6 +24,11 @@ def initialise(seed: int) -> Fill:
 
     def fill(model: nn.Module, stage: Stage) -> None:
         with seeded(seed, stage.name):
+            if model.weight_init_mode == "reset":
+                # timm then leaves what only has init_weights, such as a latent query, as its constructor drew it.
+                for child in stage.inner.children():
+                    if hasattr(child, "init_weights"):
+                        child.init_weights()
             initialiser(model, stage).init_weights()
 
     return fill

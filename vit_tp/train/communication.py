@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from datetime import timedelta
 
 import deepspeed
@@ -23,17 +24,12 @@ def start_communication(timeout: timedelta = DEFAULT_TIMEOUT) -> torch.device:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     _import_muon_uncompiled()
     on_gpu = get_accelerator().device_name() == "cuda"
+    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", 0)))  # DeepSpeed does so only in its engine
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(
             dist_backend="nccl" if on_gpu else "gloo", timeout=timeout, auto_mpi_discovery=False, verbose=False
         )
-    return local_device()
-
-
-def local_device() -> torch.device:
-    """Return the device of this rank, current for CUDA."""
-    accelerator = get_accelerator()
-    return torch.device(accelerator.current_device_name())
+    return torch.device(get_accelerator().current_device_name())
 
 
 def stop_communication() -> None:

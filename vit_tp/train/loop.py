@@ -15,22 +15,23 @@ def train(run: Assembly, recorder: Recorder) -> dict[str, float]:
     engine, log = run.engine, run.config.log
     schedule, batches = run.schedule(), run.training_batches()
     steps_per_eval = run.steps_per_epoch * log.eval_every_epochs
-    started, loss, figures = time.perf_counter(), float("nan"), {}
+    started, figures = time.perf_counter(), {}
 
     for step in range(run.total_steps):
         schedule.step_update(step)
-        loss = engine.train_batch(run.feed.step(batches, run.plan.grad_accum_steps)).item()
-        recorder.trained(step, loss, engine.get_lr()[0], float(engine.get_global_grad_norm()))
+        loss = engine.train_batch(run.feed.step(batches, run.plan.grad_accum_steps))
+        recorder.trained(step, loss, engine.get_lr()[0], engine.get_global_grad_norm())
 
         done, is_last = step + 1, step + 1 == run.total_steps
         if is_last or (log.check_replicas_every_steps and done % log.check_replicas_every_steps == 0):
             require_equal_replicas(engine.module, done)
         if is_last or (steps_per_eval and done % steps_per_eval == 0):
+            recorder.pause()
             figures = evaluate(run)
             recorder.evaluated(step, figures)
 
     return {
-        "loss": loss,
+        "loss": recorder.last_loss,
         **figures,
         "steps": run.total_steps,
         "samples": run.total_steps * run.plan.global_batch_size,

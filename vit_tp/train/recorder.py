@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import TextIO
 
+from torch import Tensor
+
 from vit_tp.config import LogConfig
 from vit_tp.report.metrics import MetricsWriter
 from vit_tp.report.progress import Progress
@@ -39,37 +41,38 @@ class Recorder:
         self.total_steps, self.is_writer = total_steps, is_writer
         self._metrics = MetricsWriter(run_dir, log.tensorboard) if is_writer else None
         self._progress = Progress(total_steps, console, log.progress and is_writer)
-        self._since, self._steps = time.perf_counter(), 0
-        self._train_s = 0.0
+        self._since, self._steps_since = time.perf_counter(), 0
+        self._train_s, self._steps = 0.0, 0
+        self.last_loss = math.nan
 
     @property
     def samples_per_s(self) -> float:
         """Mean throughput over all steps so far, without evaluation."""
-        done = self.global_batch_size * self._steps
-        return done / self._train_s if self._train_s else 0.0
+        return self.global_batch_size * self._steps / self._train_s if self._train_s else 0.0
 
-    def trained(self, step: int, loss: float, lr: float, grad_norm: float) -> None:
-        """Note one finished step.
+    def trained(self, step: int, loss: Tensor, lr: float, grad_norm: Tensor | float) -> None:
+        """Note one finished step. Values are read, and the device waited for, only where they are written down.
 
         Raises:
             FloatingPointError: If the loss is not a number: every further step would be lost time.
         """
-        now = time.perf_counter()
-        step_s, self._since = now - self._since, now
-        self._train_s += step_s
-        self._steps += 1
-        if not math.isfinite(loss):
+        self._steps_since += 1
+        is_last = step + 1 == self.total_steps
+        if step % self.log.every_steps and not is_last:
+            self._progress.update(step + 1)
+            return
+        self.last_loss, grad_norm = float(loss), float(grad_norm)
+        samples_per_s = self._lap()
+        if not math.isfinite(self.last_loss):
             raise FloatingPointError(
-                f"the loss of step {step} is {loss} (gradient norm {grad_norm:.4g}, learning rate {lr:.4g}); "
+                f"the loss of step {step} is {self.last_loss} (gradient norm {grad_norm:.4g}, learning rate {lr:.4g}); "
                 f"training has diverged. Lower recipe.optimizer.lr, lengthen recipe.schedule.warmup_epochs or set "
                 f"recipe.clip_grad."
             )
-        samples_per_s = self.global_batch_size / step_s
-        self._progress.update(step + 1, loss=loss, lr=lr, samples_per_s=samples_per_s)
-        if self._metrics and (step % self.log.every_steps == 0 or step + 1 == self.total_steps):
-            self._metrics.write(
-                step + 1, (step + 1) / self.steps_per_epoch, loss=loss, lr=lr, grad_norm=grad_norm, samples_per_s=samples_per_s
-            )
+        figures = {"loss": self.last_loss, "lr": lr, "samples_per_s": samples_per_s}
+        self._progress.update(step + 1, **figures)
+        if self._metrics:
+            self._metrics.write(step + 1, (step + 1) / self.steps_per_epoch, **figures, grad_norm=grad_norm)
 
     def evaluated(self, step: int, figures: dict[str, float]) -> None:
         """Note the figures of an evaluation after a step; its time does not count as training."""
@@ -78,7 +81,20 @@ class Recorder:
             self._metrics.write(step + 1, (step + 1) / self.steps_per_epoch, **figures)
         self._since = time.perf_counter()
 
+    def pause(self) -> None:
+        """Take the time of training up to here, before something else begins."""
+        self._lap()
+
     def close(self) -> None:
         self._progress.close()
         if self._metrics:
             self._metrics.close()
+
+    def _lap(self) -> float:
+        """Return samples per second since the last lap."""
+        now = time.perf_counter()
+        lap_s, steps = now - self._since, self._steps_since
+        self._since, self._steps_since = now, 0
+        self._train_s += lap_s
+        self._steps += steps
+        return self.global_batch_size * steps / lap_s

@@ -1,0 +1,90 @@
+"""What is refused before any rank starts: each sentence names the number, the reason and the override to type."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.distributed.runs import digits_config
+from vit_tp.errors import ConfigError
+from vit_tp.train.preflight import preflight
+
+REFUSED = {
+    "heads": ({"parallel__tp": 3}, ["parallel.tp=3", "num_heads=4", "Use parallel.tp=1, 2, 4."]),
+    "MLP width": (
+        {"parallel__tp": 4, "model__kwargs": {"embed_dim": 36, "num_heads": 4, "mlp_ratio": 2.5, "patch_size": 2}},
+        ["MLP width=90", "Use parallel.tp=1, 2."],
+    ),
+    "too many stages": ({"parallel__pp": 5}, ["parallel.pp=5", "4 blocks", "Use parallel.pp=4 or less."]),
+    "explicit stages": (
+        {"parallel__pp": 2, "parallel__partition": [0, 7]},
+        ["parallel.partition=[0, 7]", "4 blocks on 2 stages", "parallel.partition=[0, 2]"],
+    ),
+    "batch": (
+        {"recipe__global_batch_size": 30, "compute__micro_batch_size": 8},
+        ["recipe.global_batch_size=30", "recipe.global_batch_size=24", "recipe.global_batch_size=32"],
+    ),
+    "small data set": ({"recipe__global_batch_size": 2048}, ["1437", "2048", "recipe.global_batch_size"]),
+    "unknown model": ({"model__timm": "vit_bse_patch16_224"}, ["vit_bse_patch16_224", "vit_base_patch16_224"]),
+    "timm's own refusal": ({"model__kwargs": {"embed_dim": 30, "num_heads": 4}}, ["dim should be divisible", "model.kwargs"]),
+    "unknown argument": ({"model__kwargs": {"num_haeds": 4}}, ["num_haeds", "model.kwargs"]),
+    "another family": ({"model__timm": "eva02_tiny_patch14_224", "model__kwargs": {}, "parallel__tp": 3}, ["Eva", "stage layout"]),
+    "norm across the cut": (
+        {"parallel__tp": 2, "model__kwargs": {"embed_dim": 32, "num_heads": 4, "patch_size": 2, "scale_mlp_norm": True}},
+        ["mlp.norm", "span the cut axis"],
+    ),
+    "packed MLP": (
+        {"parallel__tp": 2, "model__timm": "vit_giant_patch14_dinov2", "model__kwargs": {}, "model__img_size": 28},
+        ["GluMlp", "no sharding rule"],
+    ),
+    "no pooling": (
+        {"model__kwargs": {"embed_dim": 32, "num_heads": 4, "patch_size": 2, "class_token": False, "global_pool": ""}},
+        ["one row of logits", "global_pool"],
+    ),
+    "frozen stage": (
+        {"parallel__pp": 2, "recipe__freeze": ["patch_embed.*", "pos_embed", "blocks.[01].*"]},
+        ["pipeline stage 0 (embed to blocks.1)", "recipe.freeze", "parallel.pp=1"],
+    ),
+    "odd mixing": (
+        {"recipe__mixing__mixup_alpha": 0.2, "recipe__global_batch_size": 33},
+        ["compute.micro_batch_size=33 is odd", "compute.micro_batch_size=34"],
+    ),
+    "missing root": ({"data__source": "image_folder", "data__root": "/nowhere/at/all"}, ["/nowhere/at/all", "data.root"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_a_sentence(name):
+    overrides, texts = REFUSED[name]
+    with pytest.raises(ConfigError) as refused:
+        preflight(digits_config(**overrides))
+    for text in texts:
+        assert text in str(refused.value)
+
+
+def test_all_complaints_at_once():
+    with pytest.raises(ConfigError) as refused:
+        preflight(digits_config(parallel__tp=3, parallel__pp=9, recipe__global_batch_size=4096))
+    assert len(refused.value.complaints) == 3
+
+
+def test_linear_probe_trains_only_the_head_on_one_stage_and_is_refused_on_two():
+    """P17."""
+    probe = {"recipe__freeze": ["patch_embed.*", "pos_embed", "blocks.*", "fc_norm.*"]}
+    assert preflight(digits_config(**probe))
+    with pytest.raises(ConfigError, match="stage 0"):
+        preflight(digits_config(**probe, parallel__pp=2))
+
+
+def test_the_plan_is_the_request():
+    """P22, P23: weights of the ends, explicit cuts, and what each rank will hold."""
+    explicit = preflight(digits_config(parallel__pp=2, parallel__partition=[0, 3]))
+    assert explicit.bounds == [0, 4, 6]
+    heavy_ends = preflight(digits_config(parallel__pp=3, parallel__embed_weight=2.0, parallel__head_weight=1.0))
+    assert heavy_ends.bounds == [0, 2, 4, 6]  # embed and one block (3), two blocks (2), one block and the head (2)
+    by_flops = preflight(digits_config(parallel__pp=4, parallel__partition="flops"))
+    assert by_flops.bounds == [0, 2, 3, 4, 6]
+    whole, half = preflight(digits_config()), preflight(digits_config(parallel__tp=2))
+    assert any("stage 0" in line for line in whole.lines)
+    assert half.topology == replace(whole.topology, tp=2)
