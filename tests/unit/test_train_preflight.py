@@ -88,3 +88,11 @@ def test_the_plan_is_the_request():
     whole, half = preflight(digits_config()), preflight(digits_config(parallel__tp=2))
     assert any("stage 0" in line for line in whole.lines)
     assert half.topology == replace(whole.topology, tp=2)
+
+
+def test_an_evaluation_takes_any_grid_that_fits_the_model():
+    """Replicas that do not divide the training batch, frozen stages and all."""
+    frozen = {"recipe__freeze": ["*"], "recipe__global_batch_size": 32, "parallel__dp": 3, "parallel__pp": 2}
+    assert preflight(digits_config(**frozen), training=False).topology.world_size == 6
+    with pytest.raises(ConfigError, match="num_heads=4"):
+        preflight(digits_config(parallel__tp=3), training=False)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from vit_tp.config import BatchPlan, Config, batch_plan
+from vit_tp.config import BatchPlan, Config, batch_plan, eval_batch_plan
 from vit_tp.data.order import steps_per_epoch
 from vit_tp.data.sources import describe
 from vit_tp.data.spec import DataSpec
@@ -57,11 +57,12 @@ class _Complaints(list[str]):
         return True
 
 
-def preflight(config: Config) -> Preflight:
+def preflight(config: Config, training: bool = True) -> Preflight:
     """Check a run against its data and its model.
 
     Args:
         config: The run, past `check()`; parallel.dp null counts as 1.
+        training: False to evaluate only, where any batch size will do.
 
     Raises:
         ConfigError: With every complaint.
@@ -71,10 +72,10 @@ def preflight(config: Config) -> Preflight:
     complaints = _Complaints()
     spec = plan = model = bounds = None
     with complaints:
-        plan = batch_plan(config, topology.dp)
+        plan = (batch_plan if training else eval_batch_plan)(config, topology.dp)
     with complaints:
         spec = describe(config.data)
-    if spec and plan:
+    if spec and plan and training:
         with complaints:
             steps_per_epoch(spec.num_train, plan.global_batch_size)
         with complaints:
@@ -89,9 +90,10 @@ def preflight(config: Config) -> Preflight:
             bounds = stage_bounds(model, topology.pp, parallel.partition, parallel.embed_weight, parallel.head_weight)
         with complaints:
             require_divisible(list(find_matches(model)), topology.tp)
-    if bounds:
+    if bounds and training:
         with complaints:
             _require_trainable(model, bounds, config.recipe.freeze)
+    if bounds:
         with complaints:
             _require_logits(model, spec.num_classes)
     if complaints:

@@ -26,7 +26,7 @@ def launch(request: Request) -> int:
     config, where = place(config)
     from vit_tp.train.preflight import preflight
 
-    preflight(config)
+    preflight(config, training=False)
     tag = eval_tag(config)
     result = folder / "eval" / f"{tag}.json"
     save_config(config, result.with_suffix(".yaml"))
