@@ -9,7 +9,7 @@ INSTALL_REQUIRES = [
     "timm>=1.0.31,<1.1",  # rules name its classes, parameters and Attention.attn_dim, read in 1.0.31
     "hydra-core>=1.3.2,<1.4",  # 1.4 changes how the defaults list is composed
     "omegaconf>=2.3,<2.4",  # structured configs; Hydra 1.3 needs 2.3
-    "mpi4py>=4.0,<5",  # address of the first rank when MPI starts ranks on several hosts; imported only then
+    "mpi4py>=4.0,<5",  # required for starting over MPI; not imported yet
     "numpy>=1.26,<3",  # arrays of the digits and of plots
     "safetensors>=0.4.3,<1",  # exports that stock timm loads; slices are read without the whole file
     "scikit-learn>=1.4,<2",  # ships the handwritten digits
@@ -23,6 +23,7 @@ TEST_REQUIRES = [
     "pytest>=8,<10",  # tests and their markers
     "hypothesis>=6.100,<7",  # arithmetic is checked on made-up numbers
     "import-linter>=2.1,<3",  # the storeys of the package
+    "ruff>=0.12,<1",  # what a reader should not have to look for
 ]
 
 setup(

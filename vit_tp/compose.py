@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from vit_tp.config import Config, Knob, from_dict, list_knobs, to_dict
+from vit_tp.config.atomic import create_atomically, write_atomically
 from vit_tp.config.convert import unknown_knob, wrong_type
 from vit_tp.config.types import close_names, fit
 from vit_tp.errors import ConfigError
@@ -112,11 +113,20 @@ def load_config(path: str | os.PathLike[str]) -> Config:
 
 def save_config(config: Config, path: str | os.PathLike[str]) -> None:
     """Write a configuration as YAML, so that a reader sees the whole file or none. *Inverse*: `load_config`."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
-    os.replace(temporary, path)
+    write_atomically(Path(path), _as_yaml(config))
+
+
+def claim_with_config(config: Config, path: str | os.PathLike[str]) -> None:
+    """Write a configuration where none may be yet; of several processes that try at once, one succeeds.
+
+    Raises:
+        FileExistsError: One is there.
+    """
+    create_atomically(Path(path), _as_yaml(config))
+
+
+def _as_yaml(config: Config) -> str:
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
 
 
 def _refuse(overrides: Sequence[str]) -> None:

@@ -16,7 +16,8 @@ import pytest
 
 END_S = 30
 START_S = 180
-LONG = ["experiment=digits_smoke", "recipe.epochs=500", "log.every_steps=1", "log.eval_every_epochs=0", "log.progress=false"]
+LONG = ["experiment=digits_smoke", "recipe.epochs=500"]
+LONG += ["log.every_steps=1", "log.eval_every_epochs=0", "log.progress=false"]
 
 
 class Job:
@@ -48,8 +49,9 @@ class Job:
         return self.console.read()
 
     def close(self) -> None:
-        for process in [*psutil.Process(self.process.pid).children(recursive=True)] if self.process.poll() is None else []:
-            process.kill()
+        if self.process.poll() is None:
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                process.kill()
         self.process.kill()
         self.console.close()
 

@@ -124,6 +124,17 @@ def test_half_a_rank_is_refused(tmp_path):
     assert ended.returncode == 2 and "WORLD_SIZE=2 says that this process is a rank, but RANK" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("compute.device=cuda", "compute.device=cuda, but no GPU is visible"), ("compute.dtype=fp16", "needs a GPU")],
+)
+def test_a_rank_that_was_started_by_hand_needs_its_gpu_too(override, words, tmp_path):
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    ended = run("train", override, cwd=tmp_path, env=place | {"CUDA_VISIBLE_DEVICES": "", "PATH": "/usr/bin:/bin"})
+    assert ended.returncode == 2 and words in ended.stderr
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("flag", [["--local_rank=0"], ["--local-rank", "0"]])
 def test_the_flag_of_older_launchers_never_reaches_hydra(flag, tmp_path):
     ended = run("train", *flag, "recipe.epochs=0", cwd=tmp_path)

@@ -28,10 +28,11 @@ except Exception as error:
                                              ([0, 0], r"second process was started with RANK=0")])  # fmt: skip
 def test_a_rank_that_exists_twice_is_named(ranks, text):
     port = str(free_port(None))
-    shared = {"WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DS_ACCELERATOR": "cpu"}
+    shared = {"WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = os.environ | {"DS_ACCELERATOR": "cpu"} | shared
     jobs = [
         subprocess.Popen(
-            [sys.executable, "-c", JOIN], env=os.environ | shared | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", JOIN], env=shared | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True
         )
         for rank in ranks
     ]

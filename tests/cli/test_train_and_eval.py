@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
+from vit_tp.compose import load_config
+from vit_tp.config import fingerprint
 from vit_tp.launch.local import free_port
 
 BIN = Path(sys.executable).parent
@@ -25,7 +26,8 @@ def folder(tmp_path_factory) -> Path:
 
 def call(*command: str | Path, cwd: Path, **environ: str) -> subprocess.CompletedProcess:
     words = [str(word) for word in command]
-    env = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"} | environ
+    path = f"{BIN}:{os.environ['PATH']}"
+    env = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": path} | environ
     return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=LIMIT_S)
 
 
@@ -35,7 +37,8 @@ def result_of(run: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def trained(folder) -> subprocess.CompletedProcess:
-    ended = call(BIN / "vit-tp", "train", *SHORT, "compute.device=cpu", cwd=folder)
+    no_compiler = {"PATH": str(BIN), "CC": "/nonexistent", "TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
+    ended = call(BIN / "vit-tp", "train", *SHORT, cwd=folder, **no_compiler)
     assert ended.returncode == 0, ended.stderr
     return ended
 
@@ -43,7 +46,8 @@ def trained(folder) -> subprocess.CompletedProcess:
 def test_train_says_what_it_will_do_and_where_everything_lies(trained, folder):
     said = trained.stdout
     assert "tp=2 x pp=2 x dp=1 = 4 processes" in said
-    assert "deepspeed --num_gpus 4 --no_local_rank --master_port" in said
+    line = "equivalent to  DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 4 --no_local_rank --master_port"
+    assert f"\n{line}" in said
     run = folder / "runs" / "digits_smoke"
     for word in ("accuracy", "throughput", "samples/s", "config.yaml", "metrics.jsonl", "result.json"):
         assert word in said
@@ -51,7 +55,16 @@ def test_train_says_what_it_will_do_and_where_everything_lies(trained, folder):
         assert (run / name).exists()
     # Quiet: what DeepSpeed and torch have to say is in the logs.
     assert trained.stderr == "" and "DeepSpeed" not in said and "[INFO]" not in said
-    assert yaml.safe_load((run / "config.yaml").read_text())["parallel"]["dp"] == 1
+    config = load_config(run / "config.yaml")
+    assert (config.parallel.dp, config.compute.device) == (1, "cpu")
+    assert result_of(run)["fingerprint"] == fingerprint(config)
+
+
+def test_nothing_is_compiled_and_the_first_step_comes_within_seconds(trained, folder):
+    """The job ran without a compiler on PATH; where one is found, DeepSpeed would build for 28 s and more."""
+    assert not list((folder / "extensions").rglob("*"))
+    result = result_of(folder / "runs" / "digits_smoke")
+    assert result["first_step_s"] < 20  # about 3 s on idle cores, imports not counted
 
 
 def test_again_it_overwrites_nothing(trained, folder):
@@ -60,8 +73,8 @@ def test_again_it_overwrites_nothing(trained, folder):
     ended = call(BIN / "vit-tp", "train", *SHORT, cwd=folder)
     assert ended.returncode == 2 and "has finished" in ended.stderr and "run.name=digits_smoke-2" in ended.stderr
     # The printed command, typed by hand once more, is refused too.
-    line = next(line for line in trained.stdout.splitlines() if line.startswith("started as"))
-    words = [word for word in shlex.split(line.removeprefix("started as")) if not word.isupper()]
+    line = next(line for line in trained.stdout.splitlines() if line.startswith("equivalent to"))
+    words = [word for word in shlex.split(line.removeprefix("equivalent to")) if not word.isupper()]
     command = words[next(i for i, word in enumerate(words) if word == "deepspeed") :]
     ended = call(*command, cwd=folder)
     assert ended.returncode != 0 and "has finished" in ended.stdout + ended.stderr
@@ -72,7 +85,7 @@ def test_again_it_overwrites_nothing(trained, folder):
 def test_eval_gives_the_same_figures_on_another_grid(trained, folder, grid):
     ended = call(BIN / "vit-tp", "eval", "run=runs/digits_smoke", *grid, cwd=folder)
     assert ended.returncode == 0, ended.stderr
-    tag = "pp1_dp1_tp1" if grid == ["parallel=single"] else "pp2_dp1_tp1"
+    tag = "pp1_dp1_tp1_fp32" if grid == ["parallel=single"] else "pp2_dp1_tp1_fp32"
     measured = json.loads((folder / "runs" / "digits_smoke" / "eval" / f"{tag}.json").read_text())
     expected = result_of(folder / "runs" / "digits_smoke")
     assert measured["eval/count"] == 360
@@ -82,14 +95,19 @@ def test_eval_gives_the_same_figures_on_another_grid(trained, folder, grid):
 
 
 def test_the_same_command_under_torchrun_is_a_rank(folder):
+    """And a run whose picture cannot be drawn is a run that has finished."""
+    run = folder / "runs" / "torchrun"
+    run.mkdir(parents=True)
+    (run / "plots").touch()  # a file where a folder should be
     ended = call(
         *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())),
         *("-m", "vit_tp", "train", *SHORT, "parallel=tp2", "run.name=torchrun"),
         cwd=folder,
     )
     assert ended.returncode == 0, ended.stderr
-    assert result_of(folder / "runs" / "torchrun")["world_size"] == 2
-    assert "accuracy" in ended.stdout
+    assert result_of(run)["world_size"] == 2
+    assert "accuracy" in ended.stdout and "plot" not in ended.stdout
+    assert "training.png was not drawn" in (run / "log" / "rank_00000.txt").read_text()
 
 
 @pytest.mark.slow
@@ -137,7 +155,7 @@ def test_ranks_with_different_configurations_refuse_one_another(folder):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_quickstart_learns_the_digits(tmp_path, seed):
     root = Path(__file__).parents[2]
-    script = [root / "launch" / "quickstart.sh", f"run.seed={seed}", f"run.dir={tmp_path}", "compute.device=cpu"]
+    script = [root / "launch" / "quickstart.sh", f"run.seed={seed}", f"run.dir={tmp_path}"]
     ended = call(*script, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     result = result_of(tmp_path / "digits_smoke")

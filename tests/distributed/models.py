@@ -19,8 +19,9 @@ WEIGHT_DECAY = 0.05
 
 
 def small_vit(device: str = "cpu", **kwargs: Any) -> nn.Module:
-    """A stock timm model of the size that CASES-like tests want."""
-    with torch.device(device):
+    """A small stock timm model, the same in every process."""
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(0)
         return timm.create_model("vit_tiny_patch16_224", **{**SMALL, **kwargs})
 
 

@@ -15,7 +15,7 @@ from tests.worlds import run_world
 
 MODELS = {
     "plain": {},
-    "qk_norm, LayerScale, registers": {"qk_norm": True, "init_values": 0.3, "reg_tokens": 3},
+    "qk_norm, LayerScale, registers": {"qk_norm": True, "init_values": 0.3, "reg_tokens": 3},  # P32
     "average pooling, no class token": {"global_pool": "avg", "class_token": False},
     "average and maximum": {"global_pool": "avgmax"},
     "attention pooling": {"global_pool": "map", "class_token": False},
@@ -63,6 +63,7 @@ def gradients_of(name: str) -> dict:
     floor = 1e-3 * max(p.grad.abs().max().item() for p in references.values())
     for n, p in params.items():
         placement = placement_of(p)
+        # cut by our own placement: sound because outputs and the merged state are compared with stock timm as well
         wanted = placement.cut(references[n].grad, dist.get_world_size(), dist.get_rank())
         errors[n] = error(p.grad, wanted, floor)
     errors["state"] = max(

@@ -40,7 +40,7 @@ def train_cut_in_four(pp: int, tp: int) -> dict[str, float]:
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": 2,
             "optimizer": {"type": "AdamW", "params": {"lr": 2e-5}},
-            "zero_optimization": {"reduce_bucket_size": 10_000_000, "allgather_bucket_size": 10_000_000},
+            "zero_optimization": {"reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000},
         },
     )
     losses = []

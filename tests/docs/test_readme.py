@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -27,15 +28,22 @@ def test_a_program_of_the_readme_runs_as_printed(name: str, num_ranks: int, tmp_
     assert len(figures) == 5
 
 
-def test_each_program_is_about_ten_statements():
-    for program in PROGRAMS.values():
-        assert sum(bool(line.strip()) and not line.startswith("#") for line in program.splitlines()) <= 18
+def test_each_verb_is_shown():
+    for verb in ("shard_", "finish_gradients_", "full_state_dict", "pipeline", "initialize"):
+        assert any(f"vit_tp.{verb}(" in program for program in PROGRAMS.values())
 
 
 def test_refusals_are_those_that_the_readme_shows(tmp_path: Path):
     command, *answer = re.search(r"\$ (vit-tp train .*?)```", README, re.DOTALL).group(1).strip().splitlines()
     argv = [sys.executable, "-m", "vit_tp", *command.split()[1:], f"run.dir={tmp_path}"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=cpu_environment())
+    times = []
+    for _ in range(3):  # neighbours on a shared machine only ever add time
+        started = time.perf_counter()
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=cpu_environment())
+        times.append(time.perf_counter() - started)
+        if times[-1] < 10:
+            break
+    assert min(times) < 10, "what preflight refuses, it refuses within ten seconds"
     assert done.returncode == 2
     assert sorted(done.stderr.strip().splitlines()) == sorted(answer)
 

@@ -14,6 +14,7 @@ from vit_tp.config import (
     check,
     config_hash,
     eval_batch_plan,
+    eval_tag,
     fingerprint,
     from_dict,
     list_knobs,
@@ -203,6 +204,7 @@ def test_an_evaluation_need_not_divide_the_training_batch():
         ({"recipe__optimizer__lr": 2e-3}, False),
         ({"model__kwargs": {"depth": 3}}, False),
         ({"data__hflip": 0.0}, False),
+        ({"model__kwargs": {"attn_drop_rate": 0.0, "proj_drop_rate": 0.0}}, False),
     ],
 )
 def test_the_fingerprint_is_what_is_learnt(knobs, same):
@@ -220,6 +222,14 @@ def test_micro_batches_join_the_fingerprint_where_they_are_learnt(knobs):
     unset = config_with(**knobs)
     assert fingerprint(unset, dp_size=2) == fingerprint(halves)
     assert fingerprint(unset) == fingerprint(whole)
+
+
+@pytest.mark.parametrize("name", ["attn_drop_rate", "proj_drop_rate", "drop_rate", "drop_path_rate", "pos_drop_rate"])
+def test_tensor_parallel_ranks_join_where_each_draws_its_own_mask(name):
+    knobs = {"model__kwargs": {name: 0.1}, "compute__micro_batch_size": 8}
+    one, two, wider = (config_with(**knobs, parallel__tp=tp, parallel__pp=pp) for tp, pp in ((1, 1), (2, 1), (2, 2)))
+    assert (fingerprint(one) != fingerprint(two)) == (name in ("attn_drop_rate", "proj_drop_rate"))
+    assert fingerprint(two) == fingerprint(wider)
 
 
 def test_one_and_one_point_zero_are_one_value():
@@ -259,6 +269,11 @@ def test_numbers_fit_where_nothing_is_lost():
     assert config.recipe.optimizer.lr == 1e-3
     assert config.recipe.optimizer.betas == [0.0, 1.0]
     assert config.run.name == "7"
+
+
+def test_an_evaluation_in_another_dtype_has_another_name():
+    assert eval_tag(config_with(parallel__dp=3, parallel__tp=2)) == "pp1_dp3_tp2_fp32"
+    assert eval_tag(config_with(parallel__dp=3, parallel__tp=2, compute__dtype="bf16")) == "pp1_dp3_tp2_bf16"
 
 
 def test_the_run_folder_knows_no_clock():

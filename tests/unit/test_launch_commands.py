@@ -74,15 +74,23 @@ def test_visible_gpus(device, visible, listing, names):
     assert commands.visible_gpus(device, environ, listing) == names
 
 
+def test_auto_heeds_an_accelerator_that_the_user_named():
+    environ = {"DS_ACCELERATOR": "cpu"}
+    assert commands.visible_gpus("auto", environ, TWO_GPUS) == []
+    assert commands.visible_gpus("cuda", environ, TWO_GPUS) == ["0", "1"]
+
+
 def test_the_printed_command():
     arguments = commands.rank_arguments("train", Path("runs/my run/config.yaml"))
-    line = commands.deepspeed_command(arguments, ["0", "1", "2", "3"], 23456, 1, on_cpu=True)
+    environ = commands.child_environment({}, launcher_pid=7, threads=1, on_cpu=True)
+    line = commands.deepspeed_command(arguments, ["0", "1", "2", "3"], 23456, environ)
     assert line == (
         "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 4 --no_local_rank --master_port 23456 "
         "--module vit_tp train --config-file 'runs/my run/config.yaml'"
     )
-    line = commands.deepspeed_command(["train"], ["2", "3"], 23456, 8, on_cpu=False)
-    assert line.startswith("OMP_NUM_THREADS=8 deepspeed --include localhost:2,3 --no_local_rank")
+    environ = commands.child_environment({"OMP_NUM_THREADS": "5"}, launcher_pid=7, threads=8, on_cpu=False)
+    line = commands.deepspeed_command(["train"], ["2", "3"], 23456, environ)
+    assert line.startswith("DS_ACCELERATOR=cuda OMP_NUM_THREADS=5 deepspeed --include localhost:2,3 --no_local_rank")
 
 
 def test_the_started_argv_names_the_visible_devices():
@@ -94,7 +102,8 @@ def test_the_started_argv_names_the_visible_devices():
 
 
 def test_a_job_inside_a_job_inherits_no_rank():
-    outer = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    outer = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+    outer |= {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
     outer |= {"CROSS_RANK": "0", "CROSS_SIZE": "1", "CUDA_VISIBLE_DEVICES": "0,1", "HOME": "/h"}
     inner = commands.child_environment(outer, launcher_pid=7, threads=3, on_cpu=True)
     assert inner == {"HOME": "/h", "OMP_NUM_THREADS": "3", "DS_ACCELERATOR": "cpu", commands.LAUNCHER_PID: "7"}

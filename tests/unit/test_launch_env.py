@@ -67,13 +67,17 @@ def test_a_lone_world_size():
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 does not fit"),
         ({"LOCAL_SIZE": "4"}, "LOCAL_WORLD_SIZE=2 contradicts LOCAL_SIZE=4"),
         ({"LOCAL_WORLD_SIZE": "8"}, "a host holds no more ranks than the job"),
-        ({"RANK": "0"}, "a local rank is never above the rank"),
         ({"WORLD_SIZE": "four"}, "WORLD_SIZE=four is not a whole number"),
     ],
 )
 def test_a_contradiction_is_an_error(change, words):
     with pytest.raises(TopologyError, match=words):
         rank_env(TORCHRUN | change)
+
+
+def test_local_ranks_may_come_in_another_order_than_ranks():
+    """As Open MPI 5 maps them, for example by node."""
+    assert rank_env(TORCHRUN | {"RANK": "0"}).local_rank == 1
 
 
 def test_export_is_read_back_alike():

@@ -10,9 +10,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from vit_tp.config import RunFolder
 from vit_tp.errors import DataError
 from vit_tp.report.metrics import MetricsWriter, read_metrics
-from vit_tp.report.result import read_result, summary_lines, write_result
+from vit_tp.report.result import read_result, run_summary, summary_lines, write_result
 
 
 def strict_json(text):
@@ -86,27 +87,29 @@ RESULT = {
 
 
 def test_a_result_is_read_as_written_and_replaced_whole(tmp_path):
-    write_result(tmp_path, {"loss": 1.0})
-    assert write_result(tmp_path, RESULT | {"loss": math.nan}) == tmp_path / "result.json"
-    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
-    assert strict_json((tmp_path / "result.json").read_text())["loss"] == "nan"
-    read = read_result(tmp_path)
+    path = tmp_path / "deep" / "result.json"
+    write_result(path, {"loss": 1.0})
+    write_result(path, RESULT | {"loss": math.nan})
+    assert list(path.parent.iterdir()) == [path]
+    assert strict_json(path.read_text())["loss"] == "nan"
+    read = read_result(path)
     assert math.isnan(read.pop("loss")) and read == {key: value for key, value in RESULT.items() if key != "loss"}
 
 
 def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path):
-    write_result(tmp_path, RESULT)
+    path = tmp_path / "result.json"
+    write_result(path, RESULT)
     with pytest.raises(TypeError):
-        write_result(tmp_path, {"loss": object()})
-    assert read_result(tmp_path) == RESULT
+        write_result(path, {"loss": object()})
+    assert read_result(path) == RESULT
 
 
 def test_a_run_without_a_result_says_so(tmp_path):
     with pytest.raises(DataError, match=r"result\.json does not exist"):
-        read_result(tmp_path)
+        read_result(tmp_path / "result.json")
     (tmp_path / "result.json").write_text("{")
     with pytest.raises(DataError, match="is not JSON"):
-        read_result(tmp_path)
+        read_result(tmp_path / "result.json")
 
 
 def test_the_closing_lines(tmp_path, monkeypatch):
@@ -115,7 +118,7 @@ def test_the_closing_lines(tmp_path, monkeypatch):
     for name in ("config.yaml", "metrics.jsonl", "plots/training.png", "result.json"):
         (run / name).touch()
     monkeypatch.chdir(tmp_path)
-    assert summary_lines(run, RESULT) == [
+    assert run_summary(RunFolder(run), RESULT) == [
         "accuracy    top-1 0.9694, top-5 0.9972 on 360 validation samples",
         "loss        train 0.0312, validation 0.1234",
         "throughput  1,512 samples/s",
@@ -128,8 +131,8 @@ def test_the_closing_lines(tmp_path, monkeypatch):
 
 
 def test_the_closing_lines_leave_out_what_is_not_there(tmp_path):
-    assert summary_lines(tmp_path, {}) == []
-    assert summary_lines(tmp_path, {"loss": math.nan, "wall_s": 59.96}) == ["loss  train nan", "time  60.0 s"]
+    assert run_summary(RunFolder(tmp_path), {}) == []
+    assert summary_lines({"loss": math.nan, "wall_s": 59.96}, {}) == ["loss  train nan", "time  60.0 s"]
 
 
 def test_results_are_read_in_a_light_process():

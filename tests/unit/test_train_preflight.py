@@ -96,3 +96,16 @@ def test_an_evaluation_takes_any_grid_that_fits_the_model():
     assert preflight(digits_config(**frozen), training=False).topology.world_size == 6
     with pytest.raises(ConfigError, match="num_heads=4"):
         preflight(digits_config(parallel__tp=3), training=False)
+
+
+def test_a_rank_holds_its_share_of_every_block():
+    """P41."""
+    import torch
+
+    from vit_tp.models.build import build_model
+    from vit_tp.plan.stages import plan_stages
+
+    model = build_model(digits_config(model__img_size=224, model__kwargs={}).model, 10, 3)  # a ViT-Ti: 3 heads
+    for tp in (1, 3):
+        for stage in plan_stages(model, 1, tp, torch.float32)[1:-1]:
+            assert stage.num_params == pytest.approx(444_864 / tp, rel=0.01)  # what is whole: norms and row biases

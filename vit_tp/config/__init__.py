@@ -3,6 +3,8 @@
     schema     the dataclasses: name, type, default and one line of text of each knob
     types      does a value fit its knob's type
     convert    dictionaries, fingerprint, hash, run folder
+    folder     where everything of a run lies
+    atomic     files that are there whole or not at all
     batch      how a global batch is made of micro-batches
     checks     check(): all complaints at once
 
@@ -12,6 +14,7 @@ Does not know: torch, timm, DeepSpeed, Hydra, nor what a model looks like inside
 from vit_tp.config.batch import BatchPlan, batch_plan, eval_batch_plan
 from vit_tp.config.checks import check
 from vit_tp.config.convert import config_hash, eval_tag, fingerprint, from_dict, run_folder, to_dict
+from vit_tp.config.folder import RunFolder
 from vit_tp.config.schema import (
     FIRST_HALF,
     SECOND_HALF,
@@ -48,6 +51,7 @@ __all__ = [
     "ParallelConfig",
     "RecipeConfig",
     "RunConfig",
+    "RunFolder",
     "ScheduleConfig",
     "TaskConfig",
     "batch_plan",

@@ -14,7 +14,7 @@ from vit_tp.errors import ConfigError
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Sizes of one optimiser step, in samples.
+    """Sizes of one optimizer step, in samples.
 
     Args:
         micro_batch_size: Samples of one forward pass on one replica.
@@ -63,7 +63,7 @@ def batch_plan(config: Config, dp_size: int) -> BatchPlan:
 
 
 def eval_batch_plan(config: Config, dp_size: int) -> BatchPlan:
-    """Cut batches for an evaluation, where no optimiser step asks for a certain size.
+    """Cut batches for an evaluation, where no optimizer step asks for a certain size.
 
     Unlike `batch_plan` it never fails, so that a finished run can be evaluated on a grid whose replicas do not divide
     the batch that it was trained with.

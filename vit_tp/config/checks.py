@@ -94,7 +94,7 @@ def check(config: Config, training: bool = True) -> None:
     typed = from_dict(to_dict(config))  # a wrong type would make the questions below meaningless
     complaints = [*_names(typed), *_ranges(typed), *_run(typed), *_model(typed), *_data(typed), *_recipe(typed)]
     complaints += _parallel(typed)
-    if training and not any("batch_size" in line or "parallel.dp" in line for line in complaints):
+    if training and _has_countable_batches(typed):
         complaints += _batch(typed)
     if complaints:
         raise ConfigError(complaints)
@@ -249,6 +249,13 @@ def _parallel(config: Config) -> Iterator[str]:
             f"{shown} does not grow; each stage needs at least one block. "
             f"Use for example parallel.partition={show(list(range(len(partition))))} or {even}."
         )
+
+
+def _has_countable_batches(config: Config) -> bool:
+    """Say whether sizes are in range, so that it makes sense to ask whether they divide."""
+    compute, whole = config.compute, config.recipe.global_batch_size
+    sizes = (whole, compute.micro_batch_size, compute.eval_micro_batch_size, config.parallel.dp)
+    return all(size is None or size >= 1 for size in sizes)
 
 
 def _batch(config: Config) -> Iterator[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from vit_tp.config.batch import batch_plan
+from vit_tp.config.folder import RunFolder
 from vit_tp.config.schema import FIRST_HALF, SECOND_HALF, Config, list_knobs
 from vit_tp.config.types import close_names, fit, show
 from vit_tp.errors import ConfigError
@@ -53,21 +54,24 @@ def wrong_type(path: str, value: Any, wanted: str, default: Any) -> str:
     return f"{path}={show(value)} is not {wanted}; the knob takes nothing else. Use for example {path}={show(default)}."
 
 
-def run_folder(config: Config) -> Path:
+def run_folder(config: Config) -> RunFolder:
     """Return <run.dir>/<run.name>: no clock and no counter, so that all ranks agree."""
-    return Path(config.run.dir) / config.run.name
+    return RunFolder(Path(config.run.dir) / config.run.name)
 
 
 def eval_tag(config: Config) -> str:
-    """Return the name of a grid, parallel.dp known; <run>/eval/<tag>.json holds what was measured on it."""
-    return f"pp{config.parallel.pp}_dp{config.parallel.dp}_tp{config.parallel.tp}"
+    """Return the name of a grid and a dtype, parallel.dp known; <run>/eval/<tag>.json holds what was measured there."""
+    parallel = config.parallel
+    return f"pp{parallel.pp}_dp{parallel.dp}_tp{parallel.tp}_{config.compute.dtype}"
 
 
 def fingerprint(config: Config, dp_size: int | None = None) -> str:
     """Hash what is learnt: two runs with one fingerprint follow one loss curve.
 
     Where samples of one micro-batch see one another, or random numbers are drawn per micro-batch (mixing, drop path,
-    dropout), the micro-batch is part of what is learnt and joins.
+    dropout), the micro-batch is part of what is learnt and joins. So does parallel.tp where masks are drawn inside
+    attention or MLP, by each tensor-parallel rank for its heads and columns. data.root is left out: the same data may
+    lie elsewhere.
 
     Args:
         config: The whole configuration.
@@ -84,6 +88,8 @@ def fingerprint(config: Config, dp_size: int | None = None) -> str:
         del learnt["data"][knob]
     if is_micro_batch_learnt(config):
         learnt["micro_batch_size"] = batch_plan(config, dp_size or config.parallel.dp or 1).micro_batch_size
+    if any(config.model.kwargs.get(rate) for rate in ("attn_drop_rate", "proj_drop_rate")):
+        learnt["tp"] = config.parallel.tp
     return _digest(learnt)
 
 

@@ -88,9 +88,11 @@ class MixingConfig:
 
 @dataclass
 class RecipeConfig:
-    global_batch_size: int = knob(64, "samples in one optimiser step over all ranks")
+    global_batch_size: int = knob(64, "samples in one optimizer step over all ranks")
     epochs: int = knob(10, "passes over the training set")
-    max_steps: int | None = knob(None, "stop after this many steps, whatever epochs says")
+    max_steps: int | None = knob(
+        None, "stop after this many steps, where epochs would go on; the schedule ends there too"
+    )
     optimizer: OptimizerConfig = knob(OptimizerConfig, "optimizer")
     schedule: ScheduleConfig = knob(ScheduleConfig, "schedule")
     mixing: MixingConfig = knob(MixingConfig, "mixup and cutmix")
@@ -115,7 +117,7 @@ class ComputeConfig:
     dtype: str = knob("fp32", "fp32 | bf16 (fp32 gradient accumulation and master weights) | fp16 (GPU only)")
     micro_batch_size: int | None = knob(None, "samples of one forward pass; null: global_batch_size / dp in 2*pp parts")
     eval_micro_batch_size: int | None = knob(None, "the same in evaluation; null: micro_batch_size")
-    device: str = knob("auto", "auto | cpu | cuda")
+    device: str = knob("auto", "auto (GPUs if any, unless DS_ACCELERATOR=cpu is in the environment) | cpu | cuda")
     timeout_s: int = knob(600, "seconds that a rank waits for a peer before the job ends")
 
 

@@ -19,7 +19,7 @@ from vit_tp.config import Config
 from vit_tp.errors import ConfigError
 from vit_tp.launch.env import RANK_VARIABLES
 
-LAUNCHER_PID = "VIT_TP_LAUNCHER_PID"  # set for ranks that `vit-tp` started: they watch their parent, and it prints
+LAUNCHER_PID = "VIT_TP_LAUNCHER_PID"  # set for ranks that `vit-tp` started: they end with their parent, and it prints
 
 
 def visible_gpus(device: str, environ: Mapping[str, str], listing: str) -> list[str]:
@@ -27,13 +27,13 @@ def visible_gpus(device: str, environ: Mapping[str, str], listing: str) -> list[
 
     Args:
         device: compute.device.
-        environ: The environment; CUDA_VISIBLE_DEVICES hides devices.
+        environ: The environment; CUDA_VISIBLE_DEVICES hides devices, and DS_ACCELERATOR=cpu turns auto into cpu.
         listing: What `nvidia-smi -L` printed, empty where there is none.
 
     Returns:
         One name for each device, none for a run on CPU.
     """
-    if device == "cpu":
+    if device == "cpu" or (device == "auto" and environ.get("DS_ACCELERATOR") == "cpu"):
         return []
     present = re.findall(r"^GPU (\d+):", listing, flags=re.MULTILINE)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -43,6 +43,26 @@ def visible_gpus(device: str, environ: Mapping[str, str], listing: str) -> list[
     # CUDA stops reading at the first name that is no device.
     end = next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))
     return names[:end] if present else []
+
+
+def require_devices(config: Config, num_gpus: int) -> None:
+    """Refuse what needs a GPU where none is visible.
+
+    Raises:
+        ConfigError: compute.device or compute.dtype needs one.
+    """
+    if num_gpus:
+        return
+    if config.compute.device == "cuda":
+        raise ConfigError(
+            "compute.device=cuda, but no GPU is visible; each rank needs one. Use compute.device=cpu, or set "
+            "CUDA_VISIBLE_DEVICES."
+        )
+    if config.compute.dtype == "fp16":
+        raise ConfigError(
+            "compute.dtype=fp16 needs a GPU and none is visible; DeepSpeed refuses fp16 on CPU. Use compute.dtype=bf16 "
+            "or compute.dtype=fp32."
+        )
 
 
 def local_world(config: Config, num_gpus: int) -> int:
@@ -55,33 +75,22 @@ def local_world(config: Config, num_gpus: int) -> int:
     Raises:
         ConfigError: Devices and grid do not fit.
     """
-    parallel, complaints = config.parallel, []
+    require_devices(config, num_gpus)
+    parallel = config.parallel
     replica = parallel.tp * parallel.pp
     shape = f"parallel.tp={parallel.tp} * parallel.pp={parallel.pp}"
-    if config.compute.device == "cuda" and num_gpus == 0:
-        complaints.append(
-            "compute.device=cuda, but no GPU is visible; each rank needs one. Use compute.device=cpu, or set "
-            "CUDA_VISIBLE_DEVICES."
-        )
-    elif num_gpus == 0 and config.compute.dtype == "fp16":
-        complaints.append(
-            "compute.dtype=fp16 needs a GPU and none is visible; DeepSpeed refuses fp16 on CPU. Use compute.dtype=bf16 "
-            "or compute.dtype=fp32."
-        )
-    elif num_gpus and replica * (parallel.dp or 1) > num_gpus:
+    if num_gpus and replica * (parallel.dp or 1) > num_gpus:
         wanted = shape + (f" * parallel.dp={parallel.dp}" if parallel.dp else "")
-        complaints.append(
+        raise ConfigError(
             f"{wanted} = {replica * (parallel.dp or 1)} ranks, but {num_gpus} GPUs are visible; each rank needs one. "
             f"Use a smaller parallel.tp, parallel.pp or parallel.dp, or compute.device=cpu."
         )
-    elif num_gpus and parallel.dp is None and num_gpus % replica:
+    if num_gpus and parallel.dp is None and num_gpus % replica:
         fitting = num_gpus // replica
-        complaints.append(
+        raise ConfigError(
             f"{shape} = {replica} ranks do not divide {num_gpus} GPUs; {num_gpus % replica} would idle. "
             f"Use parallel.dp={fitting} to leave them idle, or a parallel.tp and parallel.pp that divide."
         )
-    if complaints:
-        raise ConfigError(complaints)
     return replica * (parallel.dp or max(1, num_gpus // replica))
 
 
@@ -109,17 +118,16 @@ def rank_arguments(verb: str, config_file: Path, extra: Sequence[str] = ()) -> l
     return [verb, "--config-file", str(config_file), *extra]
 
 
-def deepspeed_command(arguments: Sequence[str], slots: Sequence[str], port: int, threads: int, on_cpu: bool) -> str:
+def deepspeed_command(arguments: Sequence[str], slots: Sequence[str], port: int, environ: Mapping[str, str]) -> str:
     """Return the line that a person would type to start the same ranks.
 
     Args:
         arguments: What follows `python -m vit_tp`.
         slots: One name for each rank: its device, or any number on CPU.
         port: Port of the rendezvous.
-        threads: OMP_NUM_THREADS of each rank.
-        on_cpu: Whether DeepSpeed has to be told not to look for devices.
+        environ: What `child_environment` gave to the ranks.
     """
-    prefix = ["DS_ACCELERATOR=cpu"] * on_cpu + [f"OMP_NUM_THREADS={threads}"]
+    prefix = [f"{name}={shlex.quote(environ[name])}" for name in ("DS_ACCELERATOR", "OMP_NUM_THREADS")]
     # --num_gpus makes the command forget CUDA_VISIBLE_DEVICES, so devices other than the first are named.
     are_first = list(slots) == [str(i) for i in range(len(slots))]
     where = ["--num_gpus", str(len(slots))] if are_first else ["--include", f"localhost:{','.join(slots)}"]
@@ -157,7 +165,7 @@ def child_environment(environ: Mapping[str, str], launcher_pid: int, threads: in
     cleaned = {name: value for name, value in environ.items() if name not in RANK_VARIABLES}
     if on_cpu:
         cleaned.pop("CUDA_VISIBLE_DEVICES", None)  # DeepSpeed sets it on CPU too, and would read it as slots
-    cleaned.setdefault("OMP_NUM_THREADS", str(threads))
+    cleaned["OMP_NUM_THREADS"] = cleaned.get("OMP_NUM_THREADS") or str(threads)
     # An accelerator that is named is not announced on the console.
     cleaned["DS_ACCELERATOR"] = "cpu" if on_cpu else "cuda"
     cleaned[LAUNCHER_PID] = str(launcher_pid)

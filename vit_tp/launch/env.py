@@ -77,11 +77,10 @@ def rank_env(environ: Mapping[str, str]) -> RankEnv | None:
                 f"{name}={value} does not fit {limit_name}={limit}; ranks count from 0 to {limit - 1}. "
                 f"Give each process its own {name} below {limit}."
             )
-    if local_world_size > world_size or local_rank > rank:
+    if local_world_size > world_size:
         raise TopologyError(
             f"RANK={rank} of WORLD_SIZE={world_size} is LOCAL_RANK={local_rank} of {local_world_size} on this host; "
-            f"a host holds no more ranks than the job, and a local rank is never above the rank. "
-            f"Set {HAND_START} alike for all processes of the job."
+            f"a host holds no more ranks than the job. Set {HAND_START} alike for all processes of the job."
         )
     marks = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_SIZE"}
     source = next((launcher for launcher, mark in marks.items() if mark in environ), "environment")

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from vit_tp.config.folder import error_record, rank_log
 from vit_tp.errors import ConfigError
 
 LOST_PEER, FAILED = 18, 17  # exit codes of ranks, see process.py
@@ -27,20 +28,22 @@ PORTS = range(20000, 32000)  # below the kernel's ephemeral range: no outgoing c
 PR_SET_PDEATHSIG = 1
 
 
-def run(argv: Sequence[str], environ: Mapping[str, str], result_file: Path, log_dir: Path, grace_s: float = 10) -> int:
+def run(
+    argv: Sequence[str], environ: Mapping[str, str], result_file: Path, log_folder: Path, grace_s: float = 10
+) -> int:
     """Start the ranks' launcher, pass signals on, wait, and leave no process behind.
 
     Args:
         argv: Command that starts all ranks and waits for them.
         environ: Its environment.
         result_file: File that a successful job writes anew.
-        log_dir: Folder where a failing rank leaves error.json.
+        log_folder: Where a failing rank leaves its record.
         grace_s: Seconds between a signal, or a rank's failure, and SIGKILL to whatever is left, in seconds.
 
     Returns:
         0 where the job succeeded and its result is there; the first failing rank's code; 128 + n after signal n.
     """
-    error_file = log_dir / "error.json"
+    error_file = error_record(log_folder)
     error_file.unlink(missing_ok=True)  # an earlier job's
     before = _stamp(result_file)
     received: list[int] = []
@@ -63,17 +66,17 @@ def run(argv: Sequence[str], environ: Mapping[str, str], result_file: Path, log_
     if code == 0 and _stamp(result_file) in (None, before):
         print(
             f"All ranks ended with code 0 but {result_file} was not written; the job did not reach its end. "
-            f"Read {log_dir}/rank_00000.txt.",
+            f"Read {rank_log(log_folder, 0)}.",
             file=sys.stderr,
         )
         return 1
     return code
 
 
-def first_failure(log_dir: Path) -> str:
+def first_failure(log_folder: Path) -> str:
     """Return one line on the rank that failed first, empty where no rank could say."""
     try:
-        record = json.loads((log_dir / "error.json").read_text())
+        record = json.loads(error_record(log_folder).read_text())
     except (OSError, ValueError):
         return ""
     return f"rank {record['rank']}: {record['type']}: {record['message']}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -14,14 +15,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from vit_tp.config.atomic import create_atomically, write_atomically
+from vit_tp.config.folder import error_record
 from vit_tp.errors import VitTpError
 from vit_tp.launch.local import FAILED, LOST_PEER
 
 REFUSED = 2
-SAME_JOB_S = 60  # ranks of one job start within this time of one another
 # What gloo, NCCL and torch's store say on a rank whose peer went away: a consequence, never the cause.
 LOST_PEER_TEXTS = (
     *("Connection closed by peer", "Connection reset", "Broken pipe", "Socket closed"),
@@ -54,7 +57,12 @@ def redirect_output(log_file: Path) -> tuple[TextIO, TextIO]:
     return console_out, console_err
 
 
-def guard(main: Callable[[], None], rank: int, log_dir: Path, console_err: TextIO) -> None:
+def forget_failure(log_folder: Path) -> None:
+    """Remove what an earlier job left; for rank 0 of ranks started by hand, before it works: others may be as early."""
+    error_record(log_folder).unlink(missing_ok=True)
+
+
+def guard(main: Callable[[], None], rank: int, log_folder: Path, console_err: TextIO) -> None:
     """Run a rank's work; where it fails, say so once and end the process at once.
 
     By os._exit, because torch swaps sys.stderr in its excepthook, and leaving by the usual way waits for loader
@@ -64,10 +72,9 @@ def guard(main: Callable[[], None], rank: int, log_dir: Path, console_err: TextI
     Args:
         main: The work.
         rank: This process's rank.
-        log_dir: Folder for error.json, which the first rank to fail writes.
+        log_folder: Where the first rank to fail leaves its record.
         console_err: Where people look.
     """
-    started = time.time()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # libraries like to catch it; a rank must end by it
     try:
         main()
@@ -78,7 +85,8 @@ def guard(main: Callable[[], None], rank: int, log_dir: Path, console_err: TextI
         _leave(128 + signal.SIGINT, console_err)
     except VitTpError as error:
         # All ranks come to the same complaint: the first says it.
-        if _note(log_dir, rank, error, REFUSED, started):
+        noted = _note(log_folder, rank, error, REFUSED)
+        if noted is None or noted["message"] != str(error):
             print(error, file=console_err)
         print(error, file=sys.stderr)
         _leave(REFUSED, console_err)
@@ -89,7 +97,8 @@ def guard(main: Callable[[], None], rank: int, log_dir: Path, console_err: TextI
             print(trace, file=sys.stderr, flush=True)
             time.sleep(3)
             _leave(LOST_PEER, console_err)
-        if _note(log_dir, rank, error, FAILED, started):
+        noted = _note(log_folder, rank, error, FAILED)
+        if noted is None or not _is_alike(noted, error):
             print(f"rank {rank} failed:\n{trace}", file=console_err, end="")
         else:
             print(f"rank {rank} failed as well: {type(error).__name__}: {_first_line(error)}", file=console_err)
@@ -117,9 +126,9 @@ def watch_parent(every_s: float = 0.5) -> None:
     threading.Thread(target=watch, name="watch_parent", daemon=True).start()
 
 
-def _note(log_dir: Path, rank: int, error: BaseException, code: int, started: float) -> bool:
-    """Write error.json unless another rank of this job has; return whether we did."""
-    path = log_dir / "error.json"
+def _note(log_folder: Path, rank: int, error: BaseException, code: int) -> dict[str, Any] | None:
+    """Write the record of the first failure; return the one of another rank that was there before, None otherwise."""
+    path = error_record(log_folder)
     record = {
         "rank": rank,
         "type": type(error).__name__,
@@ -127,17 +136,24 @@ def _note(log_dir: Path, rank: int, error: BaseException, code: int, started: fl
         "traceback": "".join(traceback.format_exception(error)),
         "exit_code": code,
     }
+    text = json.dumps(record, indent=1)
     try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.stat().st_mtime < started - SAME_JOB_S:
-            path.unlink(missing_ok=True)  # an earlier job's: ranks that were started by hand find it
-        with open(path, "x") as file:
-            json.dump(record, file, indent=1)
-    except FileExistsError:
-        return False
-    except OSError:
-        return True  # a full disk must not hide the message
-    return True
+        try:
+            create_atomically(path, text)
+        except FileExistsError:
+            noted = json.loads(path.read_text())
+            if noted["rank"] != rank:
+                return noted
+            write_atomically(path, text)  # a rank fails once: an earlier job's, which rank 0 has not yet removed
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # a full disk or a torn record must not hide the message
+    return None
+
+
+def _is_alike(noted: dict[str, Any], error: BaseException) -> bool:
+    """Say whether two failures differ in numbers only: ranks that run out of memory have each its own device."""
+    messages = {re.sub(r"\d+", "", text) for text in (noted["message"], str(error))}
+    return noted["type"] == type(error).__name__ and len(messages) == 1
 
 
 def _first_line(error: BaseException) -> str:
@@ -146,8 +162,6 @@ def _first_line(error: BaseException) -> str:
 
 def _leave(code: int, console_err: TextIO) -> None:
     for stream in (sys.stdout, sys.stderr, console_err):
-        try:
+        with suppress(OSError, ValueError):
             stream.flush()
-        except (OSError, ValueError):
-            pass
     os._exit(code)

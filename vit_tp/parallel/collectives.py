@@ -1,7 +1,7 @@
 """The exchanges that autograd sees, each beside its conjugate. Stateless.
 
 An exchange and its conjugate are one another's backward, so a cut block has exactly the gradient of the whole one.
-Inputs may be any strided tensor; what goes on the wire is made contiguous first.
+Gradients may be strided in any way; what goes on the wire is made contiguous first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class _CopyToGroup(Function):
 class _ReduceFromGroup(Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
-        return all_reduce(x, group)
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=group)
+        return x
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
@@ -63,7 +65,7 @@ def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def reduce_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum over the group forward, identity backward. Conjugate: `copy_to_group`.
+    """Sum over the group forward, in place of x, which must be contiguous; identity backward. Conjugate: `copy_to_group`.
 
     Source: "g" in Megatron-LM, arXiv 1909.08053, section 3.
     """

@@ -1,7 +1,7 @@
 """The handles to a rank's peers, made once and handed down as an argument.
 
 The only caller of `new_group` in this package. DeepSpeed makes its own groups for the pipeline and ZeRO; ours carry the
-exchanges inside a cut block and the feed of samples, so that neither waits behind the other.
+exchanges inside a cut block and, apart from them, the feed of samples.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class Groups:
 def build_groups(topology: Topology, timeout: timedelta = DEFAULT_TIMEOUT) -> Groups:
     """Make the groups of this rank. Collective: every rank of the world must call it.
 
+    A rank meets the members of its own groups only, so the time does not grow with the world.
+
     Args:
         topology: The grid; its size must be the world's.
         timeout: How long an exchange may wait. `new_group` does not inherit the world's.
@@ -54,21 +56,18 @@ def build_groups(topology: Topology, timeout: timedelta = DEFAULT_TIMEOUT) -> Gr
     topology.require_world(dist.get_world_size())
     rank = dist.get_rank()
 
-    def mine(memberships: list[list[int]], backend: str | None = None) -> ProcessGroup | None:
-        own = None
-        for ranks in memberships:  # every rank takes part in making every group, in the same order
-            group = dist.new_group(ranks, timeout=timeout, backend=backend)
-            if rank in ranks:
-                own = group
-        return own
+    def make(ranks: list[int], backend: str | None = None) -> ProcessGroup | None:
+        if rank not in ranks:
+            return None
+        return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
 
-    tp_peers = topology.all_peers("tp")
+    tp_peers = topology.peers("tp", rank)
     return Groups(
         topology=topology,
         rank=rank,
-        tp_group=mine(tp_peers),
-        image_group=mine(tp_peers),
-        target_group=mine([feed_ranks(topology, dp) for dp in range(topology.dp)], backend="gloo"),
+        tp_group=make(tp_peers),
+        image_group=make(tp_peers),
+        target_group=make(feed_ranks(topology, topology.coordinates(rank).dp), backend="gloo"),
     )
 
 

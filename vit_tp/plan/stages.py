@@ -140,9 +140,10 @@ class _FusedAttention(TorchFunctionMode):
     """Lets attention save what fused kernels save; on meta there is none, and it would save its N x N scores."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and kwargs.get("attn_mask") is None:
             return _SaveAsFused.apply(*args[:3])
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class _SaveAsFused(Function):

@@ -11,23 +11,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from vit_tp.config import RunFolder
 from vit_tp.report.numbers import from_plain, to_plain
-
-METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_DIR = "tensorboard"
 
 
 class MetricsWriter:
     """Appends figures to the files of a run.
 
     Args:
-        run_dir: Folder of the run; made if missing.
+        run_folder: The run's folder; made if missing.
         tensorboard: Whether to write TensorBoard event files too.
     """
 
-    def __init__(self, run_dir: Path, tensorboard: bool) -> None:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        path = run_dir / METRICS_FILE
+    def __init__(self, run_folder: Path, tensorboard: bool) -> None:
+        run_folder.mkdir(parents=True, exist_ok=True)
+        path = RunFolder(run_folder).metrics
         self._file = path.open("a", encoding="utf-8")
         if _is_torn(path):  # a killed run may leave half a line: the next one must not continue it
             self._file.write("\n")
@@ -35,13 +33,13 @@ class MetricsWriter:
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-            self._events = SummaryWriter(str(run_dir / TENSORBOARD_DIR))
+            self._events = SummaryWriter(str(RunFolder(run_folder).tensorboard))
 
     def write(self, step: int, epoch: float, **numbers: Any) -> None:
         """Write one line, and each number as a TensorBoard scalar.
 
         Args:
-            step: Optimiser step.
+            step: Optimizer step.
             epoch: Passes over the training set so far.
             numbers: For example loss, lr, grad_norm, samples_per_s, or **{"eval/top1": ...}. Python, numpy or torch
                 scalars. NaN and infinities are written as the strings "nan", "inf" and "-inf".
@@ -71,18 +69,18 @@ class MetricsWriter:
         self.close()
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
     """Return the lines of <run>/metrics.jsonl in order; none if there is no such file.
 
     A line that a killed run left unfinished is passed over.
 
     Args:
-        run_dir: Folder of the run.
+        run_folder: The run's folder.
 
     Returns:
         One dict a line, with step, epoch and the numbers; NaN and infinities are floats again.
     """
-    path = run_dir / METRICS_FILE
+    path = RunFolder(run_folder).metrics
     if not path.exists():
         return []
     lines = []

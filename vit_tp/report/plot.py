@@ -5,7 +5,6 @@ One picture of <run>/metrics.jsonl. Does not know: where the figures came from, 
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from vit_tp.config import RunFolder
+from vit_tp.config.atomic import replacing
 from vit_tp.errors import DataError
-from vit_tp.report.metrics import METRICS_FILE, read_metrics
+from vit_tp.report.metrics import read_metrics
 
-PLOT_FILE = "plots/training.png"
 _TRAIN, _EVAL = "#4477aa", "#cc3311"  # told apart also by the colour-blind (Paul Tol, "bright")
 _FONT = {"axes": 9, "ticks": 8, "title": 10}
 
 
-def plot_run(run_dir: Path) -> Path:
+def plot_run(run_folder: Path) -> Path:
     """Draw loss, accuracy, learning rate and gradient norm over the steps.
 
     Args:
-        run_dir: Folder of the run, with its metrics.jsonl.
+        run_folder: The run's folder, with its metrics.jsonl.
 
     Returns:
         <run>/plots/training.png.
@@ -33,9 +33,10 @@ def plot_run(run_dir: Path) -> Path:
     Raises:
         DataError: There are no metrics yet.
     """
-    lines = read_metrics(run_dir)
+    folder = RunFolder(run_folder)
+    lines = read_metrics(run_folder)
     if not lines:
-        raise DataError(f"{run_dir / METRICS_FILE} holds no line; there is nothing to draw. Train the run first.")
+        raise DataError(f"{folder.metrics} holds no line; there is nothing to draw. Train the run first.")
     # The object interface instead of pyplot: no global state, and never a window.
     figure = Figure(figsize=(7.2, 4.8), layout="constrained")
     (loss, top1), (lr, norm) = figure.subplots(2, 2, sharex=True)
@@ -60,15 +61,12 @@ def plot_run(run_dir: Path) -> Path:
     for axes in (loss, top1, lr, norm):
         _finish(axes)
     for axes in (lr, norm):
-        axes.set_xlabel("optimiser step", fontsize=_FONT["axes"])
-    figure.suptitle(run_dir.absolute().name, fontsize=_FONT["title"])
+        axes.set_xlabel("optimizer step", fontsize=_FONT["axes"])
+    figure.suptitle(run_folder.absolute().name, fontsize=_FONT["title"])
 
-    path = run_dir / PLOT_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    figure.savefig(unfinished, dpi=200)
-    os.replace(unfinished, path)
-    return path
+    with replacing(folder.plot) as unfinished:
+        figure.savefig(unfinished, dpi=200)
+    return folder.plot
 
 
 def _draw(

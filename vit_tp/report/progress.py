@@ -18,10 +18,10 @@ class _Bar(tqdm):
 
 
 class Progress:
-    """Progress bar over the optimiser steps of a run.
+    """Progress bar over the optimizer steps of a run.
 
     Args:
-        total_steps: Optimiser steps of the whole run.
+        total_steps: Optimizer steps of the whole run.
         stream: Where to draw, for example sys.stderr.
         enabled: Draw nothing at all if False.
         first_step: Steps already done when a run continues.
@@ -53,7 +53,7 @@ class Progress:
         """Move the bar.
 
         Args:
-            step: Optimiser steps done so far.
+            step: Optimizer steps done so far.
             loss: Training loss.
             lr: Learning rate.
             samples_per_s: Training samples per second over all ranks.

@@ -8,49 +8,33 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vit_tp.config import RunFolder
+from vit_tp.config.atomic import write_atomically
 from vit_tp.errors import DataError
 from vit_tp.report.numbers import from_plain, to_plain
 
-RESULT_FILE = "result.json"
-_PLACES = {
-    "config": "config.yaml",
-    "metrics": "metrics.jsonl",
-    "plot": "plots/training.png",
-    "tensorboard": "tensorboard",
-    "weights": "export",
-    "result": RESULT_FILE,
-}
 
-
-def write_result(run_dir: Path, result: dict[str, Any]) -> Path:
-    """Write <run>/result.json; a reader sees the whole file or none.
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Write result.json, or the figures of an evaluation; a reader sees the whole file or none.
 
     Args:
-        run_dir: Folder of the run; made if missing.
+        path: The file; its folder is made if missing.
         result: Figures, text, and dicts of such. summary_lines shows eval/top1, eval/top5, eval/loss, eval/count, loss,
             samples_per_s, wall_s, steps and world_size, where they are there.
-
-    Returns:
-        Path of the file.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    path = run_dir / RESULT_FILE
-    unfinished = path.with_name(f".{RESULT_FILE}.{os.getpid()}")
-    unfinished.write_text(json.dumps(to_plain(result), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
-    return path
+    write_atomically(path, json.dumps(to_plain(result), indent=2, allow_nan=False) + "\n")
 
 
-def read_result(run_dir: Path) -> dict[str, Any]:
+def read_result(path: Path) -> dict[str, Any]:
     """Return what write_result wrote.
 
     Raises:
-        DataError: The run has no result, or not one of ours.
+        DataError: There is no such file, or not one of ours.
     """
-    path = run_dir / RESULT_FILE
     if not path.exists():
         raise DataError(f"{path} does not exist; the run has not finished. Finish it with the command that began it.")
     try:
@@ -59,12 +43,30 @@ def read_result(run_dir: Path) -> dict[str, Any]:
         raise DataError(f"{path} is not JSON ({error}); it cannot be read. Remove it and run again.") from error
 
 
-def summary_lines(run_dir: Path, result: dict[str, Any]) -> list[str]:
-    """Return the closing lines that a person sees: figures first, then where everything lies.
+def run_summary(run_folder: RunFolder, result: dict[str, Any]) -> list[str]:
+    """Return the closing lines of a training: figures first, then where everything lies.
 
     Args:
-        run_dir: Folder of the run.
-        result: As given to write_result; figures and files that are not there are left out.
+        run_folder: Files that are not there are left out.
+        result: As given to write_result; figures that are not there are left out.
+    """
+    places = {
+        "config": run_folder.config,
+        "metrics": run_folder.metrics,
+        "plot": run_folder.plot,
+        "tensorboard": run_folder.tensorboard,
+        "weights": run_folder.export,
+        "result": run_folder.result,
+    }
+    return summary_lines(result, places)
+
+
+def summary_lines(result: dict[str, Any], places: Mapping[str, Path]) -> list[str]:
+    """Return figures and places, each on a line with its name, aligned.
+
+    Args:
+        result: As given to write_result; figures that are not there are left out.
+        places: Files and folders; what is not there is left out.
     """
     figures = {
         "accuracy": _accuracy(result),
@@ -72,8 +74,8 @@ def summary_lines(run_dir: Path, result: dict[str, Any]) -> list[str]:
         "throughput": _formatted(result, "samples_per_s", "{:,.0f} samples/s"),
         "time": _time(result),
     }
-    places = {name: _shorter(run_dir / place) for name, place in _PLACES.items() if (run_dir / place).exists()}
-    shown = {name: text for name, text in (figures | places).items() if text}
+    found = {name: _shorter(place) for name, place in places.items() if place.exists()}
+    shown = {name: text for name, text in (figures | found).items() if text}
     width = max(map(len, shown), default=0)
     return [f"{name:<{width}}  {text}" for name, text in shown.items()]
 

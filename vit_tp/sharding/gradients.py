@@ -23,16 +23,16 @@ def partial_parameters(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def sum_partial_(
-    params: Iterable[nn.Parameter], tp_group: ProcessGroup, grad_of: Callable[[nn.Parameter], Tensor | None]
+    params: Iterable[nn.Parameter], tp_group: ProcessGroup, grad_of: Callable[[nn.Parameter], Tensor]
 ) -> None:
     """Complete partial gradients in place with one exchange for all of them. Call once a step.
 
     Args:
-        params: The parameters of this rank.
+        params: The parameters of this rank; those that are partial must have gradients.
         tp_group: The ranks that share each weight.
         grad_of: Where the gradient of a parameter lies.
     """
-    grads = [g for p in partial_parameters(params) if (g := grad_of(p)) is not None]
+    grads = [grad_of(p) for p in partial_parameters(params)]
     if not grads or tp_group.size() == 1:
         return
     flat = torch.cat([g.reshape(-1) for g in grads])

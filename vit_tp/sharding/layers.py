@@ -51,7 +51,7 @@ class RowLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.stream.leave(x.device)
         x = self.region.leave(F.linear(x, self.weight))
-        return x if self.bias is None else x + self.bias
+        return x if self.bias is None else x + self.bias.to(x.dtype)  # under autocast x is of a half type
 
 
 class GatheredLinear(nn.Linear):

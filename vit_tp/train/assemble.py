@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from vit_tp.checkpoint.export import fill_from
-from vit_tp.config import BatchPlan, Config, batch_plan, eval_batch_plan
+from vit_tp.config import BatchPlan, Config, DataConfig, batch_plan, eval_batch_plan
 from vit_tp.data.loader import Batch, train_batches
 from vit_tp.data.order import steps_per_epoch
 from vit_tp.data.sources import build_source, describe
-from vit_tp.data.spec import DataSpec
+from vit_tp.data.spec import DataSpec, Source
 from vit_tp.models.build import build_model, input_shape
 from vit_tp.models.dtypes import DTYPES
 from vit_tp.models.stages import stage_names
@@ -29,6 +31,7 @@ from vit_tp.tasks.classification import Classification, build_task
 from vit_tp.train.engine import VitEngine, evaluator, initialize
 from vit_tp.train.feed import Feed
 from vit_tp.train.pipeline import pipeline
+
 
 @dataclass
 class Assembly:
@@ -68,6 +71,11 @@ class Assembly:
         whole = self.steps_per_epoch * recipe.epochs
         return whole if recipe.max_steps is None else min(whole, recipe.max_steps)
 
+    @cached_property
+    def validation(self) -> Source:
+        """The validation split, opened once; on ranks that read."""
+        return build_source(self.config.data, "val", self.img_size, self.config.run.seed)
+
     def schedule(self) -> Any:
         """Return the learning rate's course over this run's optimizer."""
         return build_schedule(self.engine.optimizer, self.config.recipe.schedule, self.steps_per_epoch, self.total_steps)
@@ -106,7 +114,7 @@ def assemble(config: Config, topology: Topology, device: torch.device, weights: 
         device: This rank's.
         weights: Folder of exported weights to evaluate; None builds a run that trains from its first weights.
     """
-    spec = describe(config.data)
+    spec = _describe_once(config.data)
     plan = (batch_plan if weights is None else eval_batch_plan)(config, topology.dp)
     model = build_model(config.model, spec.num_classes, spec.in_chans)
     for name, param in model.named_parameters():
@@ -129,14 +137,21 @@ def assemble(config: Config, topology: Topology, device: torch.device, weights: 
     if weights is None:
         chosen = config.recipe.optimizer
         by_decay = param_groups(pipe.named_timm_parameters(), pipe.no_decay, chosen.weight_decay)
-        engine = initialize(pipe, deepspeed_config(config, plan), build_optimizer(chosen, by_decay))
+        engine = initialize(pipe, deepspeed_config(config, plan), build_optimizer(chosen, by_decay), timeout)
     else:
         engine = evaluator(pipe, plan.micro_batch_size, DTYPES[config.compute.dtype])
-    limit_waiting(timeout)
+        limit_waiting(timeout)
     _, _, *img_size = input_shape(model, 1)
     return Assembly(
         config, spec, plan, groups, device, task, engine, Feed(groups, device), tuple(img_size), stage_names(model)
     )
+
+
+def _describe_once(data: DataConfig) -> DataSpec:
+    """Let rank 0 look at the data for all: a thousand ranks listing a million files would take down a file server."""
+    found = [describe(data) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def deepspeed_config(config: Config, plan: BatchPlan) -> dict[str, Any]:

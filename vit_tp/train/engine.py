@@ -9,20 +9,21 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from vit_tp.config import OptimizerConfig
 from vit_tp.errors import ConfigError
-from vit_tp.parallel.groups import DEFAULT_TIMEOUT, limit_waiting
+from vit_tp.parallel.groups import limit_waiting
 from vit_tp.recipe.optimizer import build_optimizer, param_groups
 from vit_tp.sharding.gradients import squared_norm, sum_partial_
 from vit_tp.train.pipeline import VitPipeline
@@ -38,25 +39,34 @@ class VitEngine(PipelineEngine):
     def train_batch(self, data_iter: Iterator | None = None) -> Tensor:
         """Take one optimiser step; return the mean loss over the global batch, equal on every rank."""
         self.module.clock.start_step(self.global_steps, self.grid.data_parallel_id * self.micro_batches)
-        return super().train_batch(data_iter)
+        loss = super().train_batch(data_iter)
+        self.timers(TRAIN_BATCH_TIMER).reset()  # it keeps two device events of every step until it is read
+        return loss
 
     def _exec_reduce_tied_grads(self) -> None:
         super()._exec_reduce_tied_grads()
         held = "_hp_grad" if self.using_bf16_optimizer else "grad"
-        sum_partial_(self.module.parameters(), self.module.groups.tp_group, lambda p: getattr(p, held, None))
+        sum_partial_(self.module.parameters(), self.module.groups.tp_group, lambda p: getattr(p, held))
 
     # The engine looks functions up by instruction, so an override alone would not be called.
     _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: _exec_reduce_tied_grads}
 
 
-def initialize(pipe: VitPipeline, config: dict[str, Any], optimizer: torch.optim.Optimizer | None = None) -> VitEngine:
+def initialize(
+    pipe: VitPipeline,
+    config: dict[str, Any],
+    optimizer: torch.optim.Optimizer | None = None,
+    timeout: timedelta | None = None,
+) -> VitEngine:
     """Return a DeepSpeed engine for a pipeline, with a gradient norm that is right for every grid.
 
     Args:
         pipe: From `vit_tp.pipeline`.
         config: A DeepSpeed configuration: batch sizes, `optimizer` ({"type": "AdamW", "params": {...}}),
             `gradient_clipping`, `bf16` or `fp16`. What pipelines and tensor parallelism need is filled in.
-        optimizer: A torch optimizer over `pipe.parameters()` in place of the one that `config` names.
+        optimizer: A torch optimizer over `pipe.parameters()` in place of the one that `config` names; elementwise, for
+            ZeRO shows it flat shards.
+        timeout: How long an exchange of any group of this process may wait; None leaves torch's and DeepSpeed's limits.
 
     Returns:
         The engine; train with `engine.train_batch(iterator of (images, targets))`.
@@ -74,7 +84,8 @@ def initialize(pipe: VitPipeline, config: dict[str, Any], optimizer: torch.optim
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
         _require_upstream_norm(engine.optimizer)
         engine.optimizer.scaled_global_norm = types.MethodType(one_exchange_norm, engine.optimizer)
-    limit_waiting(DEFAULT_TIMEOUT)
+    if timeout is not None:
+        limit_waiting(timeout)
     return engine
 
 
@@ -128,14 +139,20 @@ def complete(config: dict[str, Any], num_params: int) -> dict[str, Any]:
         ("zero_optimization", "stage"): (1, "other stages clip by a wrong norm or refuse pipelines"),
         ("pipeline", "pipe_partitioned"): (False, "DeepSpeed would treat each rank's activations as a replica"),
         ("pipeline", "grad_partitioned"): (False, "DeepSpeed would treat each rank's gradients as a replica"),
+        ("pipeline", "activation_checkpoint_interval"): (0, "dropout and drop path would draw other masks in recompute"),
+        ("zero_optimization", "offload_optimizer"): (None, "the norm would be taken by another path"),
     }
     if config.get("bf16", {}).get("enabled"):
         wanted["data_types", "grad_accum_dtype"] = ("fp32", "bf16 accumulation loses small gradients")
+    if config.get("fp16", {}).get("enabled"):
+        wanted["data_types", "grad_accum_dtype"] = (None, "DeepSpeed then holds gradients where partial ones are not found")
     complaints = []
     for (section, key), (value, why) in wanted.items():
-        found = config.setdefault(section, {}).setdefault(key, value)
-        if found != value:
-            complaints.append(f"{section}.{key}={found} cannot be used: {why}. Use {value}, or leave it out.")
+        settings = config.setdefault(section, {})
+        if settings.get(key, value) != value:
+            complaints.append(f"{section}.{key}={settings[key]} cannot be used: {why}. Leave it out.")
+        elif value is not None:
+            settings[key] = value
     if config.get("wall_clock_breakdown"):
         complaints.append("wall_clock_breakdown=true stops DeepSpeed's pipeline with an assertion. Leave it out.")
     if complaints:
@@ -182,7 +199,10 @@ def _require_upstream_norm(optimizer: DeepSpeedZeroOptimizer) -> None:
 def _named_optimizer(pipe: VitPipeline, named: dict[str, Any]) -> torch.optim.Optimizer:
     try:
         chosen = OptimizerConfig(name=named["type"].lower(), **named.get("params", {}))
-    except TypeError as error:
-        raise ConfigError(f"optimizer.params: {error}. Use lr, weight_decay, betas, eps or momentum.") from error
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f'"optimizer": {named} cannot be read ({error}). '
+            f'Use {{"type": "AdamW", "params": {{lr, weight_decay, betas, eps or momentum}}}}.'
+        ) from error
     groups = param_groups(pipe.named_timm_parameters(), pipe.no_decay, chosen.weight_decay)
     return build_optimizer(chosen, groups)

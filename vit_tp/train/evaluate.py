@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from vit_tp.data.loader import eval_batches
 from vit_tp.data.order import eval_micro_batches
-from vit_tp.data.sources import build_source
 from vit_tp.train.assemble import Assembly
 
 
@@ -18,7 +17,7 @@ def evaluate(run: Assembly) -> dict[str, float]:
     batches = None
     if run.feed.is_reader:
         _, batches = eval_batches(
-            build_source(run.config.data, "val", run.img_size, run.config.run.seed),
+            run.validation,
             micro_batch_size=size,
             dp_rank=place.dp,
             dp_size=run.plan.dp_size,

@@ -19,9 +19,10 @@ from vit_tp.data.loader import Batch
 from vit_tp.errors import DataError
 from vit_tp.parallel.groups import Groups, feed_ranks
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)
-HEADER_SIZE = 16
+WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)
 MAX_DIMS = 5
+RECORD_SIZE = 2 + MAX_DIMS  # dtype, number of dims, shape
+HEADER_SIZE = 2 * RECORD_SIZE
 
 
 class Feed:
@@ -98,16 +99,15 @@ class Feed:
 
 
 def encode(*tensors: Tensor) -> Tensor:
-    """Return shapes and dtypes as HEADER_SIZE integers. Inverse: `decode`."""
+    """Return shapes and dtypes of two tensors as HEADER_SIZE integers. Inverse: `decode`."""
     numbers: list[int] = []
     for tensor in tensors:
         shape = [*tensor.shape, *[0] * (MAX_DIMS - tensor.dim())]
-        numbers += [DTYPES.index(tensor.dtype), tensor.dim(), *shape]
-    return torch.tensor(numbers + [0] * (HEADER_SIZE - len(numbers)))
+        numbers += [WIRE_DTYPES.index(tensor.dtype), tensor.dim(), *shape]
+    return torch.tensor(numbers)
 
 
 def decode(header: Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return (shape, dtype) of the two tensors in a header. Inverse: `encode`."""
-    width = MAX_DIMS + 2
-    records = [header[i * width : (i + 1) * width].tolist() for i in range(2)]
-    return [(tuple(shape[:ndim]), DTYPES[dtype]) for dtype, ndim, *shape in records]
+    records = [record.tolist() for record in header.split(RECORD_SIZE)]
+    return [(tuple(shape[:ndim]), WIRE_DTYPES[dtype]) for dtype, ndim, *shape in records]

@@ -36,5 +36,6 @@ def train(run: Assembly, recorder: Recorder) -> dict[str, float]:
         "steps": run.total_steps,
         "samples": run.total_steps * run.plan.global_batch_size,
         "samples_per_s": recorder.samples_per_s,
-        "train_s": time.perf_counter() - started,
+        "first_step_s": recorder.first_step_s,
+        "train_and_eval_s": time.perf_counter() - started,
     }

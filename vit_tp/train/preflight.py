@@ -35,7 +35,7 @@ class Preflight:
         plan: Sizes of the batches.
         spec: Sizes of the data set.
         bounds: Stages of each pipeline rank.
-        lines: The same for a person.
+        lines: The same for a person, where it is a training.
     """
 
     topology: Topology
@@ -98,7 +98,8 @@ def preflight(config: Config, training: bool = True) -> Preflight:
             _require_logits(model, spec.num_classes)
     if complaints:
         raise ConfigError(complaints)
-    return Preflight(topology, plan, spec, bounds, _describe(config, topology, plan, spec, model, bounds))
+    lines = _describe(config, topology, plan, spec, model, bounds) if training else []
+    return Preflight(topology, plan, spec, bounds, lines)
 
 
 def _require_trainable(model: nn.Module, bounds: list[int], freeze: list[str]) -> None:

@@ -8,15 +8,14 @@ from dataclasses import asdict
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 import torch.distributed as dist
 
 from vit_tp.checkpoint.export import save_weights
-from vit_tp.config import Config, config_hash, run_folder
+from vit_tp.config import Config, RunFolder, config_hash, fingerprint, run_folder
 from vit_tp.errors import ConfigError
 from vit_tp.parallel.topology import Topology
-from vit_tp.report.plot import plot_run
 from vit_tp.report.result import write_result
 from vit_tp.train.assemble import Assembly, assemble
 from vit_tp.train.communication import start_communication, stop_communication
@@ -33,38 +32,59 @@ class RankEnv(Protocol):
     world_size: int
 
 
-def train_rank(config: Config, env: RankEnv, console_out: TextIO, console_err: TextIO) -> None:
-    """Train as one rank: join the world, assemble, train, export the weights, write the result."""
+def train_rank(config: Config, env: RankEnv, console: TextIO) -> None:
+    """Train as one rank: join the world, assemble, train, export the weights, write the result.
+
+    Args:
+        config: The run, parallel.dp known.
+        env: This rank's place.
+        console: Where the progress bar goes.
+    """
     started = time.perf_counter()
     run = _join(config, env, None)
-    run_dir = run_folder(config)
+    folder = run_folder(config)
     recorder = Recorder(
-        run_dir, config.log, run.total_steps, run.steps_per_epoch, run.plan.global_batch_size, console_err, env.rank == 0
+        folder.path,
+        config.log,
+        run.total_steps,
+        run.steps_per_epoch,
+        run.plan.global_batch_size,
+        console,
+        is_writer=env.rank == 0,
+        started=started,
     )
     figures = train(run, recorder)
     recorder.close()
     engine = run.engine
-    save_weights(run_dir / "export", engine.module.stages, run.all_stages, run.groups, full_precision(engine))
+    save_weights(folder.export, engine.module.stages, run.all_stages, run.groups, full_precision(engine))
     if env.rank == 0:
-        plot_run(run_dir)
-        write_result(run_dir, {**figures, **_circumstances(run), "wall_s": time.perf_counter() - started})
+        circumstances = {"fingerprint": fingerprint(config), **_circumstances(run)}
+        write_result(folder.result, {**figures, **circumstances, "wall_s": time.perf_counter() - started})
+        _plot(folder)
     stop_communication()
 
 
-def eval_rank(
-    config: Config, env: RankEnv, run_dir: Path, console_out: TextIO, console_err: TextIO
-) -> dict[str, float]:
+def eval_rank(config: Config, env: RankEnv, folder: RunFolder) -> dict[str, Any]:
     """Evaluate a finished run's weights as one rank; return its figures."""
     started = time.perf_counter()
-    run = _join(config, env, Path(run_dir) / "export")
+    run = _join(config, env, folder.export)
     figures = {**evaluate(run), **_circumstances(run), "wall_s": time.perf_counter() - started}
     stop_communication()
     return figures
 
 
+def _plot(folder: RunFolder) -> None:
+    """Draw the run; weights and result are safe by now, and no picture is worth a failed run."""
+    try:
+        from vit_tp.report.plot import plot_run
+
+        plot_run(folder.path)
+    except Exception as error:
+        print(f"{folder.plot} was not drawn: {type(error).__name__}: {error}", flush=True)
+
+
 def _join(config: Config, env: RankEnv, weights: Path | None) -> Assembly:
-    parallel = config.parallel
-    topology = Topology(parallel.pp, parallel.dp or max(env.world_size // (parallel.tp * parallel.pp), 1), parallel.tp)
+    topology = Topology(config.parallel.pp, config.parallel.dp, config.parallel.tp)
     topology.require_world(env.world_size)
     device = start_communication(timedelta(seconds=config.compute.timeout_s))
     _require_same(config_hash(config))

@@ -1,4 +1,4 @@
-"""What a run writes down while it trains. On every rank but 0 it does nothing."""
+"""What a run notes while it trains. Every rank watches its loss and its time; only the writer writes."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Recorder:
         global_batch_size: Samples of one step.
         console: Where the progress bar goes.
         is_writer: True on the one rank that writes.
+        started: `time.perf_counter()` when this rank began.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Recorder:
         global_batch_size: int,
         console: TextIO,
         is_writer: bool,
+        started: float,
     ) -> None:
         self.log, self.steps_per_epoch, self.global_batch_size = log, steps_per_epoch, global_batch_size
         self.total_steps, self.is_writer = total_steps, is_writer
@@ -43,6 +45,8 @@ class Recorder:
         self._progress = Progress(total_steps, console, log.progress and is_writer)
         self._since, self._steps_since = time.perf_counter(), 0
         self._train_s, self._steps = 0.0, 0
+        self._started = started
+        self.first_step_s = math.nan
         self.last_loss = math.nan
 
     @property
@@ -63,9 +67,11 @@ class Recorder:
             return
         self.last_loss, grad_norm = float(loss), float(grad_norm)
         samples_per_s = self._lap()
+        if step == 0:
+            self.first_step_s = self._since - self._started
         if not math.isfinite(self.last_loss):
             raise FloatingPointError(
-                f"the loss of step {step} is {self.last_loss} (gradient norm {grad_norm:.4g}, learning rate {lr:.4g}); "
+                f"the loss of step {step} is {self.last_loss} at learning rate {lr:.4g}; "
                 f"training has diverged. Lower recipe.optimizer.lr, lengthen recipe.schedule.warmup_epochs or set "
                 f"recipe.clip_grad."
             )

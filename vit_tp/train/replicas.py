@@ -13,6 +13,9 @@ from torch import Tensor
 from vit_tp.sharding.placement import Replicated, placement_of
 from vit_tp.train.pipeline import VitPipeline
 
+DIGEST_BYTES = 1 << 22
+"""Bytes digested at a time: each takes 8 bytes of memory meanwhile."""
+
 
 def require_equal_replicas(pipe: VitPipeline, step: int) -> None:
     """Raise if a parameter that tp ranks hold whole differs between them. Collective over the tp group.
@@ -41,6 +44,8 @@ def require_equal_replicas(pipe: VitPipeline, step: int) -> None:
 
 def digest(tensor: Tensor) -> Tensor:
     """Return one int64 that depends on every bit of a tensor and on its place."""
-    words = tensor.detach().contiguous().view(-1).view(torch.uint8).to(torch.int64)
-    places = torch.arange(1, len(words) + 1, device=words.device)
-    return (words * (places * 2654435761 % 4294967311)).sum()
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for index, piece in enumerate(tensor.detach().contiguous().view(-1).view(torch.uint8).split(DIGEST_BYTES)):
+        places = torch.arange(1, len(piece) + 1, device=piece.device)
+        total = total * 31 + index + (piece * (places * 2654435761 % 4294967311)).sum()
+    return total

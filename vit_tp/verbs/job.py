@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TextIO
 
 from vit_tp.config import Config
+from vit_tp.config.folder import rank_log
 from vit_tp.launch import commands, local
 from vit_tp.launch.env import RankEnv, export
-from vit_tp.launch.process import redirect_output, watch_parent
+from vit_tp.launch.process import forget_failure, redirect_output, watch_parent
 
 
 @dataclass(frozen=True)
@@ -52,24 +53,23 @@ def place(config: Config) -> tuple[Config, Place]:
     Raises:
         ConfigError: The grid does not fit the devices.
     """
-    listing = "" if config.compute.device == "cpu" else local.gpu_listing()
-    gpus = commands.visible_gpus(config.compute.device, os.environ, listing)
+    gpus = _visible_gpus(config)
     world = commands.local_world(config, len(gpus))
     slots = gpus[:world] if gpus else [str(number) for number in range(world)]
     return commands.with_replicas(config, world), Place(slots, on_cpu=not gpus)
 
 
-def start(config: Config, arguments: Sequence[str], where: Place, result_file: Path, log_dir: Path) -> int:
+def start(config: Config, arguments: Sequence[str], where: Place, result_file: Path, log_folder: Path) -> int:
     """Print the equivalent command, start the ranks and wait for them; return the job's exit code."""
     port = local.free_port(config.cluster.port)
     threads = commands.fair_threads(local.num_cores(), len(where.slots))
-    command = commands.deepspeed_command(arguments, where.slots, port, threads, where.on_cpu)
-    print(f"started as  {command}", flush=True)
     environ = commands.child_environment(os.environ, os.getpid(), threads, where.on_cpu)
-    code = local.run(commands.launch_argv(arguments, where.slots, port), environ, result_file, log_dir)
+    command = commands.deepspeed_command(arguments, where.slots, port, environ)
+    print(f"equivalent to  {command}", flush=True)
+    code = local.run(commands.launch_argv(arguments, where.slots, port), environ, result_file, log_folder)
     if code:
-        print(f"The job ended with code {code}. What each rank printed is in {log_dir}/.", file=sys.stderr)
-        if cause := local.first_failure(log_dir):
+        print(f"The job ended with code {code}. What each rank printed is in {log_folder}/.", file=sys.stderr)
+        if cause := local.first_failure(log_folder):
             print(f"First failure: {cause}", file=sys.stderr)
     return code
 
@@ -79,7 +79,18 @@ def is_started_by_us() -> bool:
     return commands.LAUNCHER_PID in os.environ
 
 
-def become_rank(config: Config, env: RankEnv, log_dir: Path) -> tuple[TextIO, TextIO]:
+def require_devices(config: Config) -> None:
+    """Refuse what needs a GPU where this host has none: nobody has asked for ranks that were started by hand.
+
+    Raises:
+        ConfigError: compute.device or compute.dtype needs one.
+    """
+    needs_gpu = config.compute.device == "cuda" or config.compute.dtype == "fp16"
+    if needs_gpu and not is_started_by_us():
+        commands.require_devices(config, len(_visible_gpus(config)))
+
+
+def become_rank(config: Config, env: RankEnv, log_folder: Path) -> tuple[TextIO, TextIO]:
     """Prepare this process before torch and DeepSpeed are imported.
 
     Returns:
@@ -87,7 +98,14 @@ def become_rank(config: Config, env: RankEnv, log_dir: Path) -> tuple[TextIO, Te
     """
     if is_started_by_us():
         watch_parent()
-    if config.compute.device == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
+    elif env.rank == 0:
+        forget_failure(log_folder)
+    if config.compute.device != "auto":
+        os.environ["DS_ACCELERATOR"] = config.compute.device
     export(env, os.environ)
-    return redirect_output(log_dir / f"rank_{env.rank:05d}.txt")
+    return redirect_output(rank_log(log_folder, env.rank))
+
+
+def _visible_gpus(config: Config) -> list[str]:
+    device = config.compute.device
+    return commands.visible_gpus(device, os.environ, "" if device == "cpu" else local.gpu_listing())

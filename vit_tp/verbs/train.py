@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vit_tp.config import FIRST_HALF, SECOND_HALF, Config, check, run_folder
+from vit_tp.config import FIRST_HALF, SECOND_HALF, Config, RunFolder, check, run_folder
 from vit_tp.errors import ConfigError
 from vit_tp.launch.commands import rank_arguments, with_replicas
 from vit_tp.launch.env import RankEnv
 from vit_tp.launch.process import guard
-from vit_tp.verbs.job import Request, become_rank, is_started_by_us, place, start
+from vit_tp.verbs.job import Request, become_rank, is_started_by_us, place, require_devices, start
 
 
 def launch(request: Request) -> int:
     """Train in ranks that this process starts; return the exit code."""
-    from vit_tp.compose import save_config
-
     config = _train_config(request)
     check(config)
     folder = run_folder(config)
@@ -28,10 +26,9 @@ def launch(request: Request) -> int:
     from vit_tp.train.preflight import preflight
 
     lines = preflight(config).lines
-    save_config(config, folder / "config.yaml")
+    _claim(config)
     print("\n".join(lines))
-    arguments = rank_arguments("train", folder / "config.yaml")
-    code = start(config, arguments, where, folder / "result.json", folder / "log")
+    code = start(config, rank_arguments("train", folder.config), where, folder.result, folder.log)
     if code == 0:
         print(_summary(folder))
     return code
@@ -41,24 +38,26 @@ def be_rank(request: Request, env: RankEnv) -> int:
     """Be one rank of a training that something else started; return the exit code."""
     config = with_replicas(_train_config(request), env.world_size)
     folder = run_folder(config)
-    if (folder / "result.json").exists():  # before any rank writes into a finished run's log
+    if folder.result.exists():  # before any rank writes into a finished run's log
         _refuse_existing(config)
     check(config)
+    require_devices(config)
+    console_out, console_err = become_rank(config, env, folder.log)
 
     def work() -> None:
         if env.rank == 0 and not is_started_by_us():
-            _claim(config, request.config_file)
             from vit_tp.train.preflight import preflight
 
-            print("\n".join(preflight(config).lines), file=console_out)
+            lines = preflight(config).lines
+            _claim(config, request.config_file)
+            print("\n".join(lines), file=console_out)
         from vit_tp.train.rank import train_rank
 
-        train_rank(config, env, console_out, console_err)
+        train_rank(config, env, console_err)
         if env.rank == 0 and not is_started_by_us():
             print(_summary(folder), file=console_out)
 
-    console_out, console_err = become_rank(config, env, folder / "log")
-    guard(work, env.rank, folder / "log", console_err)
+    guard(work, env.rank, folder.log, console_err)
     return 0
 
 
@@ -72,14 +71,17 @@ def _train_config(request: Request) -> Config:
 
 
 def _refuse_existing(config: Config) -> None:
+    if run_folder(config).config.exists():
+        raise _taken(config)
+
+
+def _taken(config: Config) -> ConfigError:
     folder = run_folder(config)
-    if not (folder / "config.yaml").exists():
-        return
-    if (folder / "result.json").exists():
+    if folder.result.exists():
         state = "has finished"
     else:
         state = "has no result.json: it is running or broke off, and this version does not continue runs"
-    raise ConfigError(
+    return ConfigError(
         f"{folder} holds a run that {state}; a run is never overwritten. Use run.name={_next_free_name(config)}."
     )
 
@@ -92,19 +94,33 @@ def _next_free_name(config: Config) -> str:
     return f"{stem}-{start}"
 
 
-def _claim(config: Config, config_file: Path | None) -> None:
-    """Take the run's folder for ranks that were started by hand: the file they were given may be the folder's own."""
-    from vit_tp.compose import save_config
+def _claim(config: Config, config_file: Path | None = None) -> None:
+    """Take the run's folder for this job alone, by making its config.yaml and an empty metrics.jsonl.
+
+    Args:
+        config: The run.
+        config_file: What ranks started by hand were given. It may be the folder's own config.yaml, which somebody
+            prepared; metrics.jsonl alone then tells whether a job has taken it.
+
+    Raises:
+        ConfigError: The folder is taken.
+    """
+    from vit_tp.compose import claim_with_config, save_config
 
     folder = run_folder(config)
-    own = folder / "config.yaml"
-    is_own = config_file is not None and own.exists() and own.samefile(config_file)
-    if not is_own or (folder / "metrics.jsonl").exists():
-        _refuse_existing(config)
-    save_config(config, own)
+    is_own = config_file is not None and folder.config.exists() and folder.config.samefile(config_file)
+    try:
+        if is_own:
+            folder.metrics.touch(exist_ok=False)
+            save_config(config, folder.config)
+        else:
+            claim_with_config(config, folder.config)
+            folder.metrics.touch(exist_ok=False)
+    except FileExistsError:
+        raise _taken(config) from None
 
 
-def _summary(folder: Path) -> str:
-    from vit_tp.report.result import read_result, summary_lines
+def _summary(folder: RunFolder) -> str:
+    from vit_tp.report.result import read_result, run_summary
 
-    return "\n".join(summary_lines(folder, read_result(folder)))
+    return "\n".join(run_summary(folder, read_result(folder.result)))
