@@ -13,7 +13,7 @@ NORM_FLOAT32 = 1e-4
 """Relative, of the gradient norm over twenty steps."""
 
 WEIGHT_STEPS = 0.05
-"""Final weights: at most this part of one optimiser step (learning rate) apart. AdamW takes a step of about lr whatever
+"""Final weights: at most this part of one optimizer step (learning rate) apart. AdamW takes a step of about lr whatever
 the gradient's size, so a parameter whose gradient is rounding noise can take it in either direction."""
 
 BF16_SPREAD = 3.0

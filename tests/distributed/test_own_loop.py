@@ -94,8 +94,13 @@ def misused(how: str) -> str:
             vit_tp.shard_(torch.nn.Sequential(torch.nn.ReLU()), dist.group.WORLD)
         elif how == "ZeRO-2":
             pipe = vit_tp.pipeline(model, vit_tp.Topology(tp=2), torch.nn.functional.cross_entropy)
-            wrong = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "wall_clock_breakdown": True}
-            vit_tp.initialize(pipe, {**wrong, "pipeline": {"activation_checkpoint_interval": 1, "pipe_partitioned": True}})
+            wrong = {
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+                "wall_clock_breakdown": True,
+            }
+            vit_tp.initialize(
+                pipe, {**wrong, "pipeline": {"activation_checkpoint_interval": 1, "pipe_partitioned": True}}
+            )
         elif how == "fp16 with fp32 sums":
             pipe = vit_tp.pipeline(model, vit_tp.Topology(tp=2), torch.nn.functional.cross_entropy)
             vit_tp.initialize(pipe, {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}})
@@ -121,7 +126,13 @@ def misused(how: str) -> str:
         ("nothing to cut", ["ShardRuleError"]),
         (
             "ZeRO-2",
-            ["zero_optimization.stage=2", "offload_optimizer", "wall_clock_breakdown", "interval=1", "pipe_partitioned=True"],
+            [
+                "zero_optimization.stage=2",
+                "offload_optimizer",
+                "wall_clock_breakdown",
+                "interval=1",
+                "pipe_partitioned=True",
+            ],
         ),
         ("fp16 with fp32 sums", ["data_types.grad_accum_dtype=fp32"]),
         ("unknown optimizer argument", ['"type": "AdamW"']),

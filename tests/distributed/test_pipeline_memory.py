@@ -59,7 +59,9 @@ def test_a_model_larger_than_what_a_process_may_hold_trains_cut_in_four(pp, tp):
     """The limit is the whole model's fp32 weights: no rank's peak memory, building included, comes near it."""
     for rank in run_world(train_cut_in_four, 4, pp, tp, timeout_s=300):
         assert rank["built"] < 0.5 * rank["full"], f"building took {rank['built'] / 1e9:.2f} GB"
-        assert rank["peak"] < rank["full"], f"{rank['peak'] / 1e9:.2f} GB against {rank['full'] / 1e9:.2f} GB of weights"
+        assert rank["peak"] < rank["full"], (
+            f"{rank['peak'] / 1e9:.2f} GB against {rank['full'] / 1e9:.2f} GB of weights"
+        )
         assert rank["losses"][-1] < rank["losses"][0]
 
 
@@ -116,7 +118,7 @@ def live_bytes() -> dict[str, int]:
         if function is backward:
             instructions[instruction] = watched_backward
     engine._INSTRUCTION_MAP = instructions
-    (images, targets), = batches(1, 32)
+    ((images, targets),) = batches(1, 32)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         engine.train_batch(iter(own_micro_batches(images, targets, 0, 1, 8)))
     return {"bytes": peak, "micro_batches": most}
@@ -153,7 +155,9 @@ def messages() -> list[tuple[tuple[int, ...], bool, bool]]:
     import vit_tp
     from tests.distributed.models import RICH, small_vit
 
-    pipe = vit_tp.pipeline(small_vit("meta", **RICH), vit_tp.Topology(pp=2, dp=1, tp=2), torch.nn.functional.cross_entropy)
+    pipe = vit_tp.pipeline(
+        small_vit("meta", **RICH), vit_tp.Topology(pp=2, dp=1, tp=2), torch.nn.functional.cross_entropy
+    )
     engine = vit_tp.initialize(
         pipe,
         {

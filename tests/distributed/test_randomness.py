@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.models import RICH, own_micro_batches, batches, small_vit
+from tests.distributed.models import RICH, batches, own_micro_batches, small_vit
 from tests.distributed.test_training_parity import train_grid
 from tests.worlds import run_world
 

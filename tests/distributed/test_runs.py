@@ -112,7 +112,9 @@ def test_exported_weights_evaluate_alike_everywhere_and_load_in_stock_timm(dtype
     assert all(tensor.dtype == torch.float32 for tensor in weights.values())
     stock = timm.create_model("vit_tiny_patch16_224", img_size=8, num_classes=10, in_chans=1, **DIGITS_VIT).eval()
     stock.load_state_dict(weights, strict=True)
-    assert stock_figures(stock)["eval/loss"] == pytest.approx(trained["eval/loss"], rel=1e-5 if dtype == "fp32" else 2e-2)
+    assert stock_figures(stock)["eval/loss"] == pytest.approx(
+        trained["eval/loss"], rel=1e-5 if dtype == "fp32" else 2e-2
+    )
 
 
 def stock_figures(model: torch.nn.Module) -> dict[str, float]:

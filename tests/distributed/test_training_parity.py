@@ -132,7 +132,9 @@ def test_bf16_lies_within_the_spread_of_single_processes(grid, bf16_runs):
     pp, dp, tp = grid
     settings = {"bf16": {"enabled": True}}
     results = run_world(train_grid, pp * dp * tp, pp, dp, tp, 2, RICH, STEPS, settings)
-    assert all(rank["losses"] == results[0]["losses"] for rank in results), "P04: every rank holds the last stage's loss"
+    assert all(rank["losses"] == results[0]["losses"] for rank in results), (
+        "P04: every rank holds the last stage's loss"
+    )
     middle, spread = bf16_runs.mean(0), (bf16_runs.amax(0) - bf16_runs.amin(0)).max()
     found = torch.tensor(results[0]["losses"])
     assert (found - middle).abs().max() <= BF16_SPREAD * spread, (found - middle, spread)
@@ -143,7 +145,10 @@ def test_bf16_lies_within_the_spread_of_single_processes(grid, bf16_runs):
 @pytest.mark.parametrize("pp", [2, 4])
 def test_accumulation_divides_gradients_once(pp, grad_accum_steps, first_weights):
     """P01, P02: with SGD one step shows each stage's gradient scale, stage 0's too."""
-    sgd = {"optimizer": {"type": "momentum", "params": {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0}}, "gradient_clipping": 0.0}
+    sgd = {
+        "optimizer": {"type": "momentum", "params": {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0}},
+        "gradient_clipping": 0.0,
+    }
     results = run_world(train_grid, pp, pp, 1, 1, grad_accum_steps, RICH, 1, sgd)
     model = small_vit(**RICH)
     model.load_state_dict(first_weights)

@@ -1,6 +1,6 @@
 """The same command on CUDA devices: losses as on the CPU, on as many devices as there are. Run by name:
 
-    ./launch/test.sh -m gpu tests/gpu
+./launch/test.sh -m gpu tests/gpu
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.gpu
-COMMAND = [sys.executable, "-m", "vit_tp", "train", "experiment=digits_smoke", "recipe.max_steps=20", "log.every_steps=1"]
+COMMAND = [
+    sys.executable,
+    "-m",
+    "vit_tp",
+    "train",
+    "experiment=digits_smoke",
+    "recipe.max_steps=20",
+    "log.every_steps=1",
+]
 
 
 def losses(folder: Path, name: str, *words: str) -> list[float]:

@@ -108,9 +108,7 @@ def test_reading_leaves_the_global_generators_alone(num_workers):
 def test_evaluation_pads_with_zeros_and_ignored_targets(num_workers):
     seen = []
     for rank in (0, 1):
-        count, batches = eval_batches(
-            Numbers(9), micro_batch_size=4, dp_rank=rank, dp_size=2, num_workers=num_workers
-        )
+        count, batches = eval_batches(Numbers(9), micro_batch_size=4, dp_rank=rank, dp_size=2, num_workers=num_workers)
         batches = list(batches)
         assert count == len(batches) == 2
         for batch in batches:
@@ -123,9 +121,7 @@ def test_evaluation_pads_with_zeros_and_ignored_targets(num_workers):
 
 def test_a_set_smaller_than_a_batch_is_refused_before_anything_is_read():
     with pytest.raises(DataError, match=r"11 samples.*recipe\.global_batch_size=12"):
-        train_batches(
-            Numbers(11), plan=plan(12, 1, 1), dp_rank=0, seed=0, first_step=0, last_step=1, num_workers=0
-        )
+        train_batches(Numbers(11), plan=plan(12, 1, 1), dp_rank=0, seed=0, first_step=0, last_step=1, num_workers=0)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

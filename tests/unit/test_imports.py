@@ -20,3 +20,9 @@ import vit_tp, vit_tp.cli, vit_tp.compose, vit_tp.verbs.train, vit_tp.verbs.eval
 print([name for name in ("torch", "timm", "deepspeed", "numpy", "sklearn") if name in sys.modules])
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_ruff_finds_nothing():
+    ruff = Path(sys.executable).with_name("ruff")
+    ended = subprocess.run([ruff, "check", "--no-cache", "."], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout

@@ -68,9 +68,7 @@ def test_a_dear_end_gets_fewer_blocks():
     assert partition([0, *[1] * 11, 5], 2) == [0, 9, 13]
 
 
-@pytest.mark.parametrize(
-    ("costs", "pp"), [([8, 3, 13, 1, 1, 30, 1, 30, 30], 4), ([8, 1, 5, 8, 2, 13, 2, 0, 30], 5)]
-)
+@pytest.mark.parametrize(("costs", "pp"), [([8, 3, 13, 1, 1, 30, 1, 30, 30], 4), ([8, 1, 5, 8, 2, 13, 2, 0, 30], 5)])
 def test_spare_room_is_shared_out_beside_a_rank_that_is_dear_anyway(costs, pp):
     """A search that first keeps the dearest rank of each beginning cheap would miss these."""
     assert judge(costs, partition(costs, pp)) == min(judge(costs, cut) for cut in all_cuts(len(costs) - 2, pp))

@@ -1,4 +1,4 @@
-"""Parameter groups are timm's, optimisers are torch's and timm's."""
+"""Parameter groups are timm's, optimizers are torch's and timm's."""
 
 import pytest
 import timm
@@ -94,7 +94,7 @@ def stock(name, params, cfg):
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "nadamw", "sgd", "momentum", "lion"])
-def test_an_optimiser_takes_exactly_the_steps_of_the_stock_one(name):
+def test_an_optimizer_takes_exactly_the_steps_of_the_stock_one(name):
     ours, theirs = twins()
     cfg = OptimizerConfig(name=name, lr=0.01, betas=[0.8, 0.95], eps=1e-6, momentum=0.7)
     groups = param_groups(ours.named_parameters(), no_decay_names(ours), 0.1)
@@ -112,7 +112,7 @@ def test_adamw_is_torchs_in_its_plain_form():
     assert (group["lr"], group["betas"], group["eps"]) == (1e-3, (0.9, 0.999), 1e-8)
 
 
-def test_a_layerwise_optimiser_is_refused():
+def test_a_layerwise_optimizer_is_refused():
     with pytest.raises(ConfigError, match=r"recipe\.optimizer\.name=lamb .*Use recipe\.optimizer\.name=adamw"):
         build_optimizer(OptimizerConfig(name="lamb"), [{"params": [nn.Parameter(torch.ones(2))]}])
 

@@ -15,7 +15,7 @@ TOTAL = STEPS_PER_EPOCH * EPOCHS
 
 
 class ParamGroups:
-    """What DeepSpeed's optimiser wrapper shares with an optimiser."""
+    """What DeepSpeed's optimizer wrapper shares with an optimizer."""
 
     def __init__(self, *rates):
         self.param_groups = [{"lr": rate} for rate in rates]

@@ -1,4 +1,4 @@
-"""P16: a DeepSpeed that the package was not made for is refused at start-up, and so is one that moved what we replace."""
+"""P16: a DeepSpeed that the package was not made for is refused at start-up; so is one that moved what we replace."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ def test_a_release_that_renames_what_the_norm_reads_is_refused():
     with pytest.raises(RuntimeError, match="no scaled_global_norm, averaged_gradients"):
         engine._require_upstream_norm(
             SimpleNamespace(
-                bit16_groups=[], params_in_partition=[], model_parallel_rank=0, model_parallel_group=None, dp_process_group=None
+                bit16_groups=[],
+                params_in_partition=[],
+                model_parallel_rank=0,
+                model_parallel_group=None,
+                dp_process_group=None,
             )
         )

@@ -27,11 +27,20 @@ REFUSED = {
     ),
     "small data set": ({"recipe__global_batch_size": 2048}, ["1437", "2048", "recipe.global_batch_size"]),
     "unknown model": ({"model__timm": "vit_bse_patch16_224"}, ["vit_bse_patch16_224", "vit_base_patch16_224"]),
-    "timm's own refusal": ({"model__kwargs": {"embed_dim": 30, "num_heads": 4}}, ["dim should be divisible", "model.kwargs"]),
+    "timm's own refusal": (
+        {"model__kwargs": {"embed_dim": 30, "num_heads": 4}},
+        ["dim should be divisible", "model.kwargs"],
+    ),
     "unknown argument": ({"model__kwargs": {"num_haeds": 4}}, ["num_haeds", "model.kwargs"]),
-    "another family": ({"model__timm": "eva02_tiny_patch14_224", "model__kwargs": {}, "parallel__tp": 3}, ["Eva", "stage layout"]),
+    "another family": (
+        {"model__timm": "eva02_tiny_patch14_224", "model__kwargs": {}, "parallel__tp": 3},
+        ["Eva", "stage layout"],
+    ),
     "norm across the cut": (
-        {"parallel__tp": 2, "model__kwargs": {"embed_dim": 32, "num_heads": 4, "patch_size": 2, "scale_mlp_norm": True}},
+        {
+            "parallel__tp": 2,
+            "model__kwargs": {"embed_dim": 32, "num_heads": 4, "patch_size": 2, "scale_mlp_norm": True},
+        },
         ["mlp.norm", "span the cut axis"],
     ),
     "packed MLP": (
@@ -50,7 +59,10 @@ REFUSED = {
         {"recipe__mixing__mixup_alpha": 0.2, "recipe__global_batch_size": 33},
         ["compute.micro_batch_size=33 is odd", "compute.micro_batch_size=34"],
     ),
-    "missing root": ({"data__source": "image_folder", "data__root": "/nowhere/at/all"}, ["/nowhere/at/all", "data.root"]),
+    "missing root": (
+        {"data__source": "image_folder", "data__root": "/nowhere/at/all"},
+        ["/nowhere/at/all", "data.root"],
+    ),
 }
 
 

@@ -88,7 +88,9 @@ def _read(file: Path, name: str, param: Tensor) -> Tensor:
         with safe_open(file, framework="pt") as tensors:
             saved = tensors.get_tensor(name)
     except Exception as error:
-        raise CheckpointError(f"{name} cannot be read from {file}: {error}. Is it the export of another model?") from error
+        raise CheckpointError(
+            f"{name} cannot be read from {file}: {error}. Is it the export of another model?"
+        ) from error
     if saved.shape != param.shape:
         raise CheckpointError(
             f"{name} is {tuple(saved.shape)} in {file} but {tuple(param.shape)} in the model; "

@@ -56,7 +56,7 @@ def train_batches(
         plan: Sizes of the batches.
         dp_rank: 0 .. dp_size - 1.
         seed: run.seed.
-        first_step: First optimiser step, from 0; more than 0 when a run continues.
+        first_step: First optimizer step, from 0; more than 0 when a run continues.
         last_step: The step to stop before.
         num_workers: Loader processes; 0 reads in this one.
 

@@ -54,11 +54,11 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
-    """Return the optimiser steps of one epoch: floor(N / global_batch_size).
+    """Return the optimizer steps of one epoch: floor(N / global_batch_size).
 
     Args:
         num_samples: Samples of the training split, N.
-        global_batch_size: Samples of one optimiser step over all ranks.
+        global_batch_size: Samples of one optimizer step over all ranks.
 
     Raises:
         DataError: The split is smaller than one global batch; lower recipe.global_batch_size.
@@ -74,12 +74,12 @@ def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
 
 
 def step_samples(step: int, num_samples: int, global_batch_size: int, seed: int) -> list[SampleKey]:
-    """Return the samples of one optimiser step over all ranks, in order.
+    """Return the samples of one optimizer step over all ranks, in order.
 
     Args:
         step: Optimiser step since the start of training, from 0; runs on over epochs.
         num_samples: Samples of the training split, N.
-        global_batch_size: Samples of one optimiser step over all ranks.
+        global_batch_size: Samples of one optimizer step over all ranks.
         seed: run.seed.
 
     Returns:
@@ -102,7 +102,7 @@ def micro_batch_samples(
         micro_batch_size: Samples of one forward pass.
     """
     first = micro_batch_index * micro_batch_size
-    assert 0 <= first and first + micro_batch_size <= len(step_samples), (micro_batch_index, len(step_samples))
+    assert first >= 0 and first + micro_batch_size <= len(step_samples), (micro_batch_index, len(step_samples))
     return list(step_samples[first : first + micro_batch_size])
 
 

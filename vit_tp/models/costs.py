@@ -19,7 +19,7 @@ def stage_parameters(model: nn.Module) -> list[int]:
 
 
 def stage_flops(model: nn.Module) -> list[int]:
-    """Return the floating-point operations of each stage's forward on one image, in order. The model must be on meta."""
+    """Return the floating-point operations of each stage's forward on one image, in order. The model is on meta."""
     x, flops = torch.empty(input_shape(model, 1), device="meta"), []
     for name in stage_names(model):
         stage = build_stage(model, name)

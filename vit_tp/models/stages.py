@@ -87,8 +87,9 @@ def require_stageable(model: nn.Module) -> None:
     """
     if type(model) is not VisionTransformer:
         raise ConfigError(
-            f"{type(model).__module__}.{type(model).__name__} has no stage layout; only timm's VisionTransformer can be "
-            f"cut into pipeline stages in this version. Use a model.timm of that class, such as vit_base_patch16_224."
+            f"{type(model).__module__}.{type(model).__name__} has no stage layout; only timm's VisionTransformer can "
+            f"be cut into pipeline stages in this version. Use a model.timm of that class, such as "
+            f"vit_base_patch16_224."
         )
 
 

@@ -65,7 +65,7 @@ def copy_to_group(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def reduce_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum over the group forward, in place of x, which must be contiguous; identity backward. Conjugate: `copy_to_group`.
+    """Sum over the group forward, in place of a contiguous x; identity backward. Conjugate: `copy_to_group`.
 
     Source: "g" in Megatron-LM, arXiv 1909.08053, section 3.
     """
@@ -75,6 +75,6 @@ def reduce_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
 def gather_from_group(x: Tensor, group: ProcessGroup) -> Tensor:
     """Concatenate the last dim over the group: (..., K/tp) -> (..., K). Backward: this rank's slice.
 
-    The gathered tensor must be used alike on every rank (the same loss), for each rank's gradient is then the whole one.
+    The gathered tensor must be used alike on every rank (the same loss): each rank's gradient is then the whole one.
     """
     return _GatherFromGroup.apply(x, group)

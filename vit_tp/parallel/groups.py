@@ -44,8 +44,6 @@ class Groups:
 def build_groups(topology: Topology, timeout: timedelta = DEFAULT_TIMEOUT) -> Groups:
     """Make the groups of this rank. Collective: every rank of the world must call it.
 
-    A rank meets the members of its own groups only, so the time does not grow with the world.
-
     Args:
         topology: The grid; its size must be the world's.
         timeout: How long an exchange may wait. `new_group` does not inherit the world's.
@@ -56,18 +54,23 @@ def build_groups(topology: Topology, timeout: timedelta = DEFAULT_TIMEOUT) -> Gr
     topology.require_world(dist.get_world_size())
     rank = dist.get_rank()
 
-    def make(ranks: list[int], backend: str | None = None) -> ProcessGroup | None:
-        if rank not in ranks:
-            return None
-        return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+    def mine(memberships: list[list[int]], backend: str | None = None) -> ProcessGroup | None:
+        own = None
+        # Every rank makes every group, in the same order. With use_local_synchronization a rank would make its own
+        # only, but middle stages would have made fewer than the others, and DeepSpeed's next group would wait for ever.
+        for ranks in memberships:
+            group = dist.new_group(ranks, timeout=timeout, backend=backend)
+            if rank in ranks:
+                own = group
+        return own
 
-    tp_peers = topology.peers("tp", rank)
+    tp_peers = topology.all_peers("tp")
     return Groups(
         topology=topology,
         rank=rank,
-        tp_group=make(tp_peers),
-        image_group=make(tp_peers),
-        target_group=make(feed_ranks(topology, topology.coordinates(rank).dp), backend="gloo"),
+        tp_group=mine(tp_peers),
+        image_group=mine(tp_peers),
+        target_group=mine([feed_ranks(topology, dp) for dp in range(topology.dp)], backend="gloo"),
     )
 
 

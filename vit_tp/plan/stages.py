@@ -23,7 +23,7 @@ from vit_tp.sharding.convert import CUT_HEAD_FROM, cut_
 
 
 class OneOfMany:
-    """A region as one rank of many sees it, without the others: shapes are right, sums are not. For tensors without bytes.
+    """A region as one rank of many sees it, without the others: shapes are right, sums are not. For meta tensors.
 
     Args:
         tp_size: Ranks that share each weight.

@@ -1,4 +1,4 @@
-"""Which parameters train, which decay, and by which optimiser?
+"""Which parameters train, which decay, and by which optimizer?
 
 The rule of decay is timm's, asked of the whole model once, by name: a pipeline stage or a cut weight cannot be asked,
 since it knows neither no_weight_decay() nor its own timm name. Does not know: learning-rate schedules, ZeRO, ranks.
@@ -71,26 +71,26 @@ def param_groups(
 
 
 def build_optimizer(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Build the optimiser from timm's registry, in the plain form that computes one parameter after the other.
+    """Build the optimizer from timm's registry, in the plain form that computes one parameter after the other.
 
     Args:
         cfg: The optimizer group of the recipe.
         groups: From param_groups; not empty.
 
     Raises:
-        ConfigError: The optimiser is not elementwise, or nothing trains.
+        ConfigError: The optimizer is not elementwise, or nothing trains.
     """
-    # ZeRO hands the optimiser one flat slice per group. Elementwise updates do not notice; LAMB, LARS, Adafactor and
+    # ZeRO hands the optimizer one flat slice per group. Elementwise updates do not notice; LAMB, LARS, Adafactor and
     # Muon would take the slice for a layer and learn something else on each grid, without an error.
     elementwise = NAMES["recipe.optimizer.name"]
     if cfg.name not in elementwise:
         raise ConfigError(
-            f"recipe.optimizer.name={cfg.name} is not one of {', '.join(elementwise)}; the optimiser sees flat slices "
+            f"recipe.optimizer.name={cfg.name} is not one of {', '.join(elementwise)}; the optimizer sees flat slices "
             f"of many layers, so only elementwise ones compute what they should. Use recipe.optimizer.name=adamw."
         )
     if not groups:
         raise ConfigError(
-            "No parameter trains here: recipe.freeze names all of them, and an optimiser needs at least one. "
+            "No parameter trains here: recipe.freeze names all of them, and an optimizer needs at least one. "
             "Use fewer patterns in recipe.freeze, or parallel.pp=1 where only this pipeline stage is frozen."
         )
     return create_optimizer_v2(

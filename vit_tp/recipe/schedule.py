@@ -1,6 +1,6 @@
 """What is the learning rate of a step?
 
-timm's schedules, driven by the number of the optimiser step, so that it is a function of the step alone and a
+timm's schedules, driven by the number of the optimizer step, so that it is a function of the step alone and a
 continued run needs no state. Does not know: epochs other than as a number of steps, losses, DeepSpeed.
 """
 
@@ -23,7 +23,7 @@ def build_schedule(
     runs over all total_steps and the warm-up covers its beginning; min_lr is reached at step total_steps.
 
     Args:
-        optimizer: The optimiser or DeepSpeed's wrapper around it: only param_groups is used. Each group's learning
+        optimizer: The optimizer or DeepSpeed's wrapper around it: only param_groups is used. Each group's learning
             rate at this moment is its peak.
         cfg: The schedule group of the recipe.
         steps_per_epoch: Optimiser steps of an epoch.

@@ -89,8 +89,8 @@ def shard_(
 ) -> nn.Module:
     """Cut a timm model in place, so that each rank of `tp_group` holds its share of attention and MLP.
 
-    Every rank must hold the same weights before, and see the same input in every forward. Make the optimizer afterwards;
-    call `finish_gradients_` between backward and step.
+    Every rank must hold the same weights before, and see the same input in every forward. Make the optimizer
+    afterwards; call `finish_gradients_` between backward and step.
 
     Args:
         model: A whole timm model with real weights (or on meta).
@@ -125,7 +125,9 @@ def _cut_match_(match: Match, region: Region, cut_head_from: int) -> None:
         _replicate_(getattr(module, child, None), Replicated(grad_sum=region.tp_size > 1))
     for child in rule.wide:
         _cut_classifier_(module, child, region, cut_head_from)
-    parts = {child: parts_of(module) for child, parts_of in rule.column.items() if getattr(module, child, None) is not None}
+    parts = {
+        child: parts_of(module) for child, parts_of in rule.column.items() if getattr(module, child, None) is not None
+    }
     for child, sizes in parts.items():
         _replace_own_(getattr(module, child), ("weight", "bias"), Sharded(0, sizes), region)
     for child in rule.row:
@@ -147,9 +149,7 @@ def _cut_match_(match: Match, region: Region, cut_head_from: int) -> None:
 
 def _cut_classifier_(module: nn.Module, child: str, region: Region, cut_head_from: int) -> None:
     linear = getattr(module, child, None)
-    if not isinstance(linear, nn.Linear):
-        _replicate_(linear, Replicated())
-    elif linear.out_features < cut_head_from or linear.out_features % region.tp_size:
+    if not isinstance(linear, nn.Linear) or linear.out_features < cut_head_from or linear.out_features % region.tp_size:
         _replicate_(linear, Replicated())
     else:
         _replace_own_(linear, ("weight", "bias"), Sharded(0, (linear.out_features,)), region)

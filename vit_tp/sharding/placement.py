@@ -17,7 +17,7 @@ class Replicated:
     """Every tensor-parallel rank holds the whole tensor.
 
     Args:
-        grad_sum: Each rank's gradient covers only its own heads or columns and must be summed over tp before it is used.
+        grad_sum: Each rank's gradient covers only its own heads or columns and must be summed over tp before use.
     """
 
     grad_sum: bool = False

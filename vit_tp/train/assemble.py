@@ -78,10 +78,12 @@ class Assembly:
 
     def schedule(self) -> Any:
         """Return the learning rate's course over this run's optimizer."""
-        return build_schedule(self.engine.optimizer, self.config.recipe.schedule, self.steps_per_epoch, self.total_steps)
+        return build_schedule(
+            self.engine.optimizer, self.config.recipe.schedule, self.steps_per_epoch, self.total_steps
+        )
 
     def training_batches(self, first_step: int = 0) -> Iterator[Batch] | None:
-        """Return this replica's micro-batches, mixed where the recipe says so, on the rank that reads; None elsewhere."""
+        """Return this replica's micro-batches, mixed as the recipe says, on the rank that reads; None elsewhere."""
         if not self.feed.is_reader:
             return None
         config, dp_rank = self.config, self.groups.place.dp

@@ -55,8 +55,8 @@ def _join(backend: str, timeout: timedelta) -> None:
         if "EADDRINUSE" not in str(error):
             raise
         raise TopologyError(
-            f"port {os.environ['MASTER_PORT']} of {os.environ['MASTER_ADDR']} is taken; another job uses it, or a second "
-            f"process was started with RANK=0. Set another MASTER_PORT, or give each process its own RANK."
+            f"port {os.environ['MASTER_PORT']} of {os.environ['MASTER_ADDR']} is taken; another job uses it, or a "
+            f"second process was started with RANK=0. Set another MASTER_PORT, or give each process its own RANK."
         ) from error
     me = f"process {os.getpid()} on {socket.gethostname()}"
     if store.add(f"vit_tp/arrivals/{rank}", 1) > 1:

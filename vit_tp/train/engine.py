@@ -37,7 +37,7 @@ class VitEngine(PipelineEngine):
     """A PipelineEngine that keeps the clock of its stages and completes partial gradients once a step."""
 
     def train_batch(self, data_iter: Iterator | None = None) -> Tensor:
-        """Take one optimiser step; return the mean loss over the global batch, equal on every rank."""
+        """Take one optimizer step; return the mean loss over the global batch, equal on every rank."""
         self.module.clock.start_step(self.global_steps, self.grid.data_parallel_id * self.micro_batches)
         loss = super().train_batch(data_iter)
         self.timers(TRAIN_BATCH_TIMER).reset()  # it keeps two device events of every step until it is read
@@ -139,13 +139,19 @@ def complete(config: dict[str, Any], num_params: int) -> dict[str, Any]:
         ("zero_optimization", "stage"): (1, "other stages clip by a wrong norm or refuse pipelines"),
         ("pipeline", "pipe_partitioned"): (False, "DeepSpeed would treat each rank's activations as a replica"),
         ("pipeline", "grad_partitioned"): (False, "DeepSpeed would treat each rank's gradients as a replica"),
-        ("pipeline", "activation_checkpoint_interval"): (0, "dropout and drop path would draw other masks in recompute"),
+        ("pipeline", "activation_checkpoint_interval"): (
+            0,
+            "dropout and drop path would draw other masks in recompute",
+        ),
         ("zero_optimization", "offload_optimizer"): (None, "the norm would be taken by another path"),
     }
     if config.get("bf16", {}).get("enabled"):
         wanted["data_types", "grad_accum_dtype"] = ("fp32", "bf16 accumulation loses small gradients")
     if config.get("fp16", {}).get("enabled"):
-        wanted["data_types", "grad_accum_dtype"] = (None, "DeepSpeed then holds gradients where partial ones are not found")
+        wanted["data_types", "grad_accum_dtype"] = (
+            None,
+            "DeepSpeed then holds gradients where partial ones are not found",
+        )
     complaints = []
     for (section, key), (value, why) in wanted.items():
         settings = config.setdefault(section, {})
@@ -174,7 +180,8 @@ def one_exchange_norm(self: DeepSpeedZeroOptimizer, norm_type: float = 2) -> Ten
         (param, grad)
         for i in range(len(self.bit16_groups))
         for grad, param in zip(
-            (g for g in self.averaged_gradients[i] if not getattr(g, "_zero_padding", False)), self.params_in_partition[i]
+            (g for g in self.averaged_gradients[i] if not getattr(g, "_zero_padding", False)),
+            self.params_in_partition[i],
         )
     ]
     total = squared_norm(grads, self.model_parallel_rank).to(self.device)

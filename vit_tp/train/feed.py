@@ -51,7 +51,7 @@ class Feed:
             num_micro_batches: How many the step takes.
 
         Returns:
-            (images, targets) pairs, with an empty tensor in the place of what this stage does not need; None on a middle
+            (images, targets) pairs, with an empty tensor in place of what this stage does not need; None on a middle
             stage.
         """
         for work, _ in self._sends:
@@ -66,7 +66,9 @@ class Feed:
         for index in range(num_micro_batches):
             batch = next(batches, None)
             if batch is None:
-                raise DataError(f"the loader of rank {self.reader} ran out at micro-batch {index} of {num_micro_batches}.")
+                raise DataError(
+                    f"the loader of rank {self.reader} ran out at micro-batch {index} of {num_micro_batches}."
+                )
             images, targets = batch.images.to(self.device).contiguous(), batch.targets.contiguous()
             header = encode(images, targets)
             if sizes is None:
@@ -80,7 +82,7 @@ class Feed:
             yield images, targets
 
     def _send(self, tensor: Tensor, ranks: list[int]) -> None:
-        """Send without waiting: the last stage asks for its targets only after its activations, which come from here."""
+        """Send without waiting: the last stage asks for targets only after its activations, which come from here."""
         self._sends += [(dist.isend(tensor, rank, group=self.groups.target_group), tensor) for rank in ranks]
 
     def _receive(self, num_micro_batches: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -26,7 +26,9 @@ from vit_tp.train.communication import start_communication
 class StageSpec(LayerSpec):
     """A stage that is made, filled and cut when DeepSpeed builds it, on the ranks that hold it only."""
 
-    def __init__(self, model: nn.Module, name: str, fill: Fill, region: Region, clock: Clock, cut_head_from: int) -> None:
+    def __init__(
+        self, model: nn.Module, name: str, fill: Fill, region: Region, clock: Clock, cut_head_from: int
+    ) -> None:
         super().__init__(Stage)
         self.model, self.name, self.fill = model, name, fill
         self.region, self.clock, self.cut_head_from = region, clock, cut_head_from

@@ -17,8 +17,8 @@ from vit_tp.data.spec import DataSpec
 from vit_tp.errors import ConfigError, VitTpError
 from vit_tp.models.build import build_model, input_shape
 from vit_tp.models.costs import stage_bounds
-from vit_tp.models.stages import build_stage, stage_names
 from vit_tp.models.dtypes import DTYPES
+from vit_tp.models.stages import build_stage, stage_names
 from vit_tp.parallel.topology import Topology
 from vit_tp.plan.stages import plan_ranks, plan_stages
 from vit_tp.recipe.mixing import Mixer
@@ -153,12 +153,13 @@ def _describe(
         f"grid      tp={topology.tp} x pp={topology.pp} x dp={topology.dp} = {topology.world_size} processes, "
         f"{config.compute.dtype}",
         *(
-            f"stage {index:<3} {rank.first} .. {rank.last}: each rank holds {rank.num_params / 1e6:.2f} M parameters and at "
-            f"most {rank.micro_batches} micro-batches, {rank.activation_bytes / 2**20:.1f} MiB of activations"
+            f"stage {index:<3} {rank.first} .. {rank.last}: each rank holds {rank.num_params / 1e6:.2f} M parameters "
+            f"and at most {rank.micro_batches} micro-batches, {rank.activation_bytes / 2**20:.1f} MiB of activations"
             for index, rank in enumerate(plan_ranks(stages, bounds, plan.grad_accum_steps))
         ),
-        f"batch     {plan.global_batch_size} = {plan.micro_batch_size} samples x {plan.grad_accum_steps} micro-batches x "
-        f"{plan.dp_size} replicas",
+        f"batch     {plan.global_batch_size} = {plan.micro_batch_size} samples x {plan.grad_accum_steps} micro-batches "
+        f"x {plan.dp_size} replicas",
         f"data      {config.data.source}: {spec.num_train} training and {spec.num_val} validation samples, "
-        f"{spec.num_classes} classes, {steps} steps an epoch ({spec.num_train - steps * plan.global_batch_size} left over)",
+        f"{spec.num_classes} classes, {steps} steps an epoch "
+        f"({spec.num_train - steps * plan.global_batch_size} left over)",
     ]

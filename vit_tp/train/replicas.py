@@ -36,9 +36,9 @@ def require_equal_replicas(pipe: VitPipeline, step: int) -> None:
     differing = torch.nonzero(lowest != highest).flatten().tolist()
     if differing:
         raise RuntimeError(
-            f"after step {step}, {named[differing[0]][0]} and {len(differing) - 1} more parameters that tensor-parallel "
-            f"ranks hold whole differ between ranks; their updates should be the same to the bit. The weights since the "
-            f"last check cannot be trusted; please report this with config.yaml."
+            f"after step {step}, {named[differing[0]][0]} and {len(differing) - 1} more parameters that "
+            f"tensor-parallel ranks hold whole differ between ranks; their updates should be the same to the bit. The "
+            f"weights since the last check cannot be trusted; please report this with config.yaml."
         )
 
 
