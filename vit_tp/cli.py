@@ -80,7 +80,8 @@ def _parse(words: Sequence[str]) -> Request:
         elif word.startswith("-"):
             complaints.append(f"{word} is not an option; knobs are set without dashes. Use <knob>=<value>, or --help.")
         elif not equals and not word.startswith("~"):
-            complaints.append(f"{word} sets nothing; knobs are set by <knob>=<value>. Use {word}=<value>, or --help.")
+            advice = f"run={word}" if verb == "eval" else f"{word}=<value>, or --help"
+            complaints.append(f"{word} sets nothing; knobs are set by <knob>=<value>. Use {advice}.")
         else:
             overrides.append(word)
     if complaints:

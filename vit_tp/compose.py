@@ -108,7 +108,10 @@ def load_config(path: str | os.PathLike[str]) -> Config:
         ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML ({error}); it cannot be read. Correct the file.") from None
-    return from_dict(values if values is not None else {})
+    try:
+        return from_dict(values if values is not None else {})
+    except ConfigError as error:
+        raise ConfigError([f"{path}: {complaint}" for complaint in error.complaints]) from None
 
 
 def save_config(config: Config, path: str | os.PathLike[str]) -> None:

@@ -26,7 +26,7 @@ EXAMPLES = {
         "vit-tp train model=vit_base data=image_folder data.root=/data/in1k parallel=tp2_pp2 run.name=first",
         "vit-tp train model.kwargs.drop_path_rate=0.1 recipe.optimizer.lr=5e-4",
     ],
-    "eval": ["vit-tp eval run=runs/digits_smoke", "vit-tp eval run=runs/digits_smoke parallel=single compute=bf16"],
+    "eval": ["vit-tp eval run=runs/digits_smoke", "vit-tp eval run=runs/digits_smoke parallel.tp=1 compute.dtype=bf16"],
 }
 
 

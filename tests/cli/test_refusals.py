@@ -139,3 +139,11 @@ def test_a_rank_that_was_started_by_hand_needs_its_gpu_too(override, words, tmp_
 def test_the_flag_of_older_launchers_never_reaches_hydra(flag, tmp_path):
     ended = run("train", *flag, "recipe.epochs=0", cwd=tmp_path)
     assert ended.stderr.startswith("recipe.epochs=0 is out of range") and len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("where", ["/proc/nowhere", "a_file"])
+def test_a_run_folder_that_cannot_be_made_is_refused(where, tmp_path):
+    (tmp_path / "a_file").write_text("")
+    ended = run("train", "experiment=digits_smoke", f"run.dir={where}", cwd=tmp_path)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert "run.dir" in ended.stderr

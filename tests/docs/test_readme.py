@@ -26,6 +26,7 @@ def test_a_program_of_the_readme_runs_as_printed(name: str, num_ranks: int, tmp_
     assert done.returncode == 0, done.stderr[-3000:]
     figures = re.findall(r"^(\d+\.\d{4}) (\d+\.\d{4})$", done.stdout, re.MULTILINE)
     assert len(figures) == 5
+    assert float(figures[-1][0]) < float(figures[0][0]), "it learns its one batch"
 
 
 def test_each_verb_is_shown():

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from vit_tp.config.atomic import replacing, write_atomically
 from vit_tp.errors import CheckpointError
 from vit_tp.models.stages import Stage
 from vit_tp.models.weights import Fill
@@ -55,7 +56,7 @@ def save_weights(
             for name, param in stage.named_timm_parameters()
         }
         if is_writer:
-            save_file(whole, folder / _part(all_stages, stage.name), metadata={"format": "pt"})
+            _save(whole, folder / _part(all_stages, stage.name))
     dist.barrier()
     if groups.rank == 0:
         _finish(folder, [folder / _part(all_stages, name) for name in all_stages])
@@ -99,6 +100,13 @@ def _read(file: Path, name: str, param: Tensor) -> Tensor:
     return saved
 
 
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)  # safetensors would keep it from everybody else
+
+
 def _part(all_stages: list[str], name: str) -> str:
     return f"model-{all_stages.index(name) + 1:05d}-of-{len(all_stages):05d}.safetensors"
 
@@ -108,9 +116,8 @@ def _finish(folder: Path, parts: list[Path]) -> None:
         whole: dict[str, Tensor] = {}
         for part in parts:
             whole |= load_file(part)
-        unfinished = folder / f"{WEIGHTS}.tmp"
-        save_file(whole, unfinished, metadata={"format": "pt"})
-        os.replace(unfinished, folder / WEIGHTS)
+        with replacing(folder / WEIGHTS) as unfinished:
+            _save(whole, unfinished)
         for part in parts:
             part.unlink()
         return
@@ -119,9 +126,7 @@ def _finish(folder: Path, parts: list[Path]) -> None:
         for name, size in _sizes(part):
             index["weight_map"][name] = part.name
             index["metadata"]["total_size"] += size
-    unfinished = folder / f"{INDEX}.tmp"
-    unfinished.write_text(json.dumps(index, indent=1))
-    os.replace(unfinished, folder / INDEX)
+    write_atomically(folder / INDEX, json.dumps(index, indent=1))
 
 
 def _sizes(part: Path) -> Iterator[tuple[str, int]]:

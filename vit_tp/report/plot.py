@@ -41,8 +41,8 @@ def plot_run(run_folder: Path) -> Path:
     figure = Figure(figsize=(7.2, 4.8), layout="constrained")
     (loss, top1), (lr, norm) = figure.subplots(2, 2, sharex=True)
 
-    _draw(loss, lines, "loss", _TRAIN, "training")
-    _draw(loss, lines, "eval/loss", _EVAL, "validation", marker="o")
+    _draw(loss, lines, "loss", _TRAIN, "training, with the recipe's smoothing and mixing")
+    _draw(loss, lines, "eval/loss", _EVAL, "validation, plain", marker="o")
     loss.set_ylabel("cross-entropy loss")
     loss.legend(frameon=False, fontsize=_FONT["ticks"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from dataclasses import asdict
@@ -88,7 +89,15 @@ def _join(config: Config, env: RankEnv, weights: Path | None) -> Assembly:
     topology.require_world(env.world_size)
     device = start_communication(timedelta(seconds=config.compute.timeout_s))
     _require_same(config_hash(config))
-    return assemble(config, topology, device, weights)
+    run = assemble(config, topology, device, weights)
+    stages, place = run.engine.module.stages, run.groups.place
+    params = sum(p.numel() for p in run.engine.module.parameters())
+    print(
+        f"rank {env.rank} of {env.world_size} (pp={place.pp} dp={place.dp} tp={place.tp}) on {device}, "
+        f"process {os.getpid()} on {platform.node()}: {stages[0].name} .. {stages[-1].name}, {params} parameters",
+        flush=True,
+    )
+    return run
 
 
 def _require_same(own: str) -> None:

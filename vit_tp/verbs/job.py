@@ -6,6 +6,7 @@ Does not know: what ranks do.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,7 +69,11 @@ def start(config: Config, arguments: Sequence[str], where: Place, result_file: P
     print(f"equivalent to  {command}", flush=True)
     code = local.run(commands.launch_argv(arguments, where.slots, port), environ, result_file, log_folder)
     if code:
-        print(f"The job ended with code {code}. What each rank printed is in {log_folder}/.", file=sys.stderr)
+        ends = {128 + number: f" ({number.name} ended one of its processes)" for number in signal.Signals}
+        print(
+            f"The job ended with code {code}{ends.get(code, '')}. What each rank printed is in {log_folder}/.",
+            file=sys.stderr,
+        )
         if cause := local.first_failure(log_folder):
             print(f"First failure: {cause}", file=sys.stderr)
     return code

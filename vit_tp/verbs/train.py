@@ -118,6 +118,11 @@ def _claim(config: Config, config_file: Path | None = None) -> None:
             folder.metrics.touch(exist_ok=False)
     except FileExistsError:
         raise _taken(config) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{folder.path} cannot be written to ({error.strerror}); a run keeps its files there. "
+            f"Use run.dir=<a folder that you may write to>."
+        ) from None
 
 
 def _summary(folder: RunFolder) -> str:
