@@ -129,6 +129,8 @@ def _rank_main(
         results.send(("peer" if lost_peer else "error", traceback.format_exc()))
     finally:
         results.close()
+        for child in multiprocessing.active_children():  # loader processes
+            child.kill()
         os._exit(0)
 
 

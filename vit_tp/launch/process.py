@@ -6,6 +6,7 @@ Does not know: what the rank does.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -161,6 +162,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def _leave(code: int, console_err: TextIO) -> None:
+    for child in multiprocessing.active_children():  # a loader process that waits to hand over would outlive this one
+        child.kill()
     for stream in (sys.stdout, sys.stderr, console_err):
         with suppress(OSError, ValueError):
             stream.flush()
