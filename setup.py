@@ -1,5 +1,7 @@
 """Packaging. Ranges say what the code needs and why; requirements.txt pins what was tested."""
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 INSTALL_REQUIRES = [
@@ -11,6 +13,7 @@ INSTALL_REQUIRES = [
     "omegaconf>=2.3,<2.4",  # structured configs; Hydra 1.3 needs 2.3
     "mpi4py>=4.0,<5",  # required for starting over MPI; not imported yet
     "numpy>=1.26,<3",  # arrays of the digits and of plots
+    "huggingface_hub>=0.30",  # timm weights of the hub: cache first, then network
     "safetensors>=0.4.3,<1",  # exports that stock timm loads; slices are read without the whole file
     "scikit-learn>=1.4,<2",  # ships the handwritten digits
     "matplotlib>=3.8,<4",  # loss and accuracy plot
@@ -25,6 +28,9 @@ TEST_REQUIRES = [
     "import-linter>=2.1,<3",  # the storeys of the package
     "ruff>=0.12,<1",  # what a reader should not have to look for
 ]
+# Exactly what the tests were run with; `vit-tp doctor` compares.
+PINS = Path(__file__).with_name("requirements.txt").read_text().splitlines()
+TESTED = [line for line in PINS if line and not line.startswith("#")]
 
 setup(
     name="vit-tp",
@@ -36,6 +42,6 @@ setup(
     packages=[*find_packages(include=["vit_tp", "vit_tp.*"]), "vit_tp.conf"],
     package_data={"vit_tp.conf": ["*.yaml", "**/*.yaml"]},
     install_requires=INSTALL_REQUIRES,
-    extras_require={"test": TEST_REQUIRES},
+    extras_require={"test": TEST_REQUIRES, "tested": TESTED},
     entry_points={"console_scripts": ["vit-tp = vit_tp.cli:main"]},
 )

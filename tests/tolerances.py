@@ -3,6 +3,12 @@
 BLOCK_FLOAT64 = 1e-10
 """Cut against whole in float64: only the order of sums differs; seen at most 1e-14."""
 
+FAMILY_FLOAT64 = 1e-9
+"""The same over whole models of every family, convolution stems included."""
+
+LAMBDAS_FLOAT32 = 1e-6
+"""Gradients of parameters that timm keeps in float32 whatever the model's type."""
+
 LOSS_FLOAT32 = 1e-5
 """Relative, on the first ten steps of a run: sums over ranks round differently, and steps carry it on."""
 

@@ -7,8 +7,10 @@ import dataclasses
 import pytest
 import torch.nn.functional as F
 
+from tests.distributed.parity import Comparison
 from tests.distributed.test_block_parity import gradients_of
-from tests.tolerances import BLOCK_FLOAT64
+from tests.distributed.test_families import compare_all
+from tests.tolerances import BLOCK_FLOAT64, FAMILY_FLOAT64
 from tests.worlds import run_world
 
 
@@ -43,6 +45,31 @@ def partial_gradients_not_summed() -> None:
     gradients.sum_partial_ = lambda *args: None
 
 
+def statistics_of_the_slice_alone() -> None:
+    from vit_tp.parallel.regions import ExactRegion
+
+    ExactRegion.total = lambda self, x: x * self.tp_size
+
+
+def statistics_not_exchanged_backward() -> None:
+    from vit_tp.parallel import collectives, regions
+
+    regions.ExactRegion.total = lambda self, x: collectives.reduce_from_group(x.contiguous(), self.tp_group)
+
+
+def position_tables_left_partial() -> None:
+    from vit_tp.sharding import rules
+    from vit_tp.sharding.rule import ShardRule
+
+    for kind, rule in rules.RULES.items():
+        moved = tuple(name for name in rule.partial if name in ("rel_pos_h", "rel_pos_w", "mlp.fc1"))
+        own, whole = (tuple(n for n in moved if ("." in n) == has_dot) for has_dot in (False, True))
+        partial = tuple(name for name in rule.partial if name not in moved)
+        rules.RULES[kind] = ShardRule(
+            **{**vars(rule), "partial": partial, "own": rule.own + own, "whole": rule.whole + whole}
+        )
+
+
 MUTANTS = [
     backward_exchange_removed,
     forward_exchange_removed,
@@ -50,9 +77,16 @@ MUTANTS = [
     packed_parts_cut_as_one,
     partial_gradients_not_summed,
 ]
+OF_FAMILIES = [
+    (statistics_of_the_slice_alone, "eva02_base_patch16_clip_224"),  # LayerNorm over heads and over the MLP's width
+    (statistics_not_exchanged_backward, "eva02_base_patch16_clip_224"),
+    (statistics_not_exchanged_backward, "cait_s24_224"),  # talking heads
+    (position_tables_left_partial, "samvit_base_patch16"),
+    (position_tables_left_partial, "vit_relpos_base_patch16_224"),
+]
 
 
-def mutated(mutate) -> dict:
+def mutated(mutate) -> Comparison:
     mutate()
     return gradients_of("qk_norm, LayerScale, registers")
 
@@ -60,10 +94,21 @@ def mutated(mutate) -> dict:
 @pytest.mark.parametrize("mutate", MUTANTS, ids=lambda mutate: mutate.__name__)
 def test_a_mutant_fails_the_proof(mutate):
     found = run_world(mutated, 2, mutate)
-    assert max(max(f["errors"].values()) for f in found) > 1e6 * BLOCK_FLOAT64
+    assert max(max(f.errors.values()) for f in found) > 1e6 * BLOCK_FLOAT64
+
+
+def mutated_family(mutate, name: str) -> Comparison:
+    mutate()
+    return compare_all([name])[name]
+
+
+@pytest.mark.parametrize(("mutate", "name"), OF_FAMILIES, ids=lambda value: getattr(value, "__name__", value))
+def test_a_mutant_of_a_family_fails_its_proof(mutate, name):
+    found = run_world(mutated_family, 2, mutate, name)
+    assert max(max(f.errors.values()) for f in found) > 1e5 * FAMILY_FLOAT64
 
 
 def test_silent_mutants_leave_the_output_exact():
     """Why every parameter's gradient is compared on every rank."""
     for mutate in (backward_exchange_removed, partial_gradients_not_summed):
-        assert run_world(mutated, 2, mutate)[0]["errors"]["output"] <= BLOCK_FLOAT64
+        assert run_world(mutated, 2, mutate)[0].errors["output"] <= BLOCK_FLOAT64

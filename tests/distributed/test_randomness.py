@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.distributed.models import RICH, batches, own_micro_batches, small_vit
 from tests.distributed.test_training_parity import train_grid
+from tests.distributed.tiny import tiny
 from tests.worlds import run_world
 
 WHOLE = {"drop_path_rate": 0.3, "pos_drop_rate": 0.1, "patch_drop_rate": 0.25, "drop_rate": 0.1}
@@ -92,6 +93,34 @@ def test_own_loop_never_repeats_a_mask():
     found = [mask for rank in run_world(own_loop, 2) for mask in rank]
     assert len(found) == 2 * 2 * RICH["depth"]
     assert not any(torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])
+
+
+def position_masks() -> dict[str, list[torch.Tensor]]:
+    """Where a relative-position MLP, whole on every rank, and the cut attention around it put zeros."""
+    import vit_tp
+
+    torch.manual_seed(0)
+    model = tiny("vit_relpos_base_patch16_224", attn_drop_rate=0.5)  # timm drops 1/8 of the position MLP's hidden
+    vit_tp.shard_(model, dist.group.WORLD)
+    seen: dict[str, list[torch.Tensor]] = {"attn_drop": [], "rel_pos.mlp.drop1": []}
+    for block in model.blocks:
+        block.attn.fused_attn = False
+        for name, kept in seen.items():
+            drop = block.attn.get_submodule(name)
+            drop.register_forward_hook(lambda m, args, out, kept=kept: kept.append(out.detach() == 0))
+    for _ in range(2):
+        model(torch.ones(2, 3, 32, 32))
+    seen["rng"] = [torch.get_rng_state()]
+    return seen
+
+
+def test_a_whole_mlp_inside_a_cut_region_draws_alike_on_every_rank():
+    first, second = run_world(position_masks, 2)
+    assert all(map(torch.equal, first["rel_pos.mlp.drop1"], second["rel_pos.mlp.drop1"]))
+    assert not any(map(torch.equal, first["attn_drop"], second["attn_drop"]))
+    assert torch.equal(first["rng"][0], second["rng"][0])
+    for found in (first["rel_pos.mlp.drop1"], first["attn_drop"]):
+        assert not any(torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])
 
 
 def replicas_after_training() -> dict[str, torch.Tensor]:

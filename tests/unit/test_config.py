@@ -21,7 +21,8 @@ from vit_tp.config import (
     run_folder,
     to_dict,
 )
-from vit_tp.config.checks import NAMES, RANGES, read
+from vit_tp.config.checks import read
+from vit_tp.config.limits import NAMES, RANGES
 from vit_tp.errors import ConfigError
 
 
@@ -57,6 +58,15 @@ def test_the_defaults_pass():
         ({"model__timm": ""}, ["model.timm is empty"]),
         ({"model__kwargs": {"num_classes": 5}}, ["model.kwargs.num_classes=5", "data source"]),
         ({"model__kwargs": {"img_size": 5}}, ["Use model.img_size"]),
+        ({"model__kwargs": {"pretrained": True}}, ["model.kwargs.pretrained=true", "Use model.pretrained=true"]),
+        ({"model__kwargs": {"checkpoint_path": "a"}}, ["checkpoint_path=a", "Use model.pretrained=<file>"]),
+        (
+            {"model__pretrained": "no/such.pth"},
+            ["model.pretrained=no/such.pth is not a file (looked for from /", "Use"],
+        ),
+        ({"model__pretrained": False}, ["model.pretrained=false is neither true nor a file", "model.pretrained=null"]),
+        ({"model__pretrained": " "}, ["neither true nor a file"]),
+        ({"model__pretrained": 1}, ["model.pretrained=1 is neither true nor a file"]),
         ({"data__source": "digit"}, ["data.source=digit", "digits, image_folder", "Did you mean data.source=digits?"]),
         ({"data__crop_scale": [0.5, 0.1]}, ["data.crop_scale=[0.5,0.1]", "data.crop_scale=[0.08,1.0]"]),
         ({"data__hflip": 1.5}, ["data.hflip=1.5", "at most 1"]),
@@ -123,6 +133,18 @@ def test_an_image_folder_without_its_splits_says_what_it_found(tmp_path):
     (tmp_path / "test").mkdir()
     [complaint] = complaints_of(config_with(data__source="image_folder", data__root=str(tmp_path)))
     assert "has no val folder (it holds test, train)" in complaint
+
+
+def test_a_checkpoint_is_looked_for_where_the_command_was_typed(tmp_path, monkeypatch):
+    (tmp_path / "w.pth").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for pretrained in (True, "w.pth", "./w.pth", "~/w.pth", str(tmp_path / "w.pth")):
+        check(config_with(model__pretrained=pretrained))
+
+
+def test_an_evaluation_does_not_ask_for_what_the_run_started_from():
+    check(config_with(model__pretrained="gone.pth"), training=False)
 
 
 def test_every_number_has_a_range_and_every_range_a_knob():
@@ -198,6 +220,7 @@ def test_an_evaluation_need_not_divide_the_training_batch():
     [
         ({"parallel__tp": 4, "parallel__pp": 2, "parallel__partition": [0, 3]}, True),
         ({"compute__dtype": "bf16", "compute__micro_batch_size": 8}, True),
+        ({"model__pretrained": "vit.pth"}, False),
         ({"log__every_steps": 3, "cluster__port": 1234, "run__name": "other", "run__dir": "else"}, True),
         ({"data__num_workers": 3, "data__root": "/elsewhere"}, True),
         ({"run__seed": 1}, False),

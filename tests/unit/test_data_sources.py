@@ -112,6 +112,16 @@ def test_a_validation_image_is_timms(folder):
         assert image.shape == ours.sample_shape
 
 
+def test_pixels_are_scaled_as_asked(folder):
+    from timm.data import create_transform
+
+    scale = {"mean": [0.5, 0.4, 0.3], "std": [0.25, 0.5, 1.0]}
+    transform = create_transform((3, 16, 24), interpolation="bicubic", crop_pct=0.875, **scale)
+    ours = build_source(folder_config(folder, **scale), "val", (16, 24), 0)
+    with Image.open(ours.name(0)) as image:
+        assert torch.equal(ours.load(0, epoch=0)[0], transform(image.convert("RGB")))
+
+
 AUGMENTED = {"auto_augment": "rand-m9-mstd0.5-inc1", "random_erasing": 1.0, "interpolation": "random"}
 
 

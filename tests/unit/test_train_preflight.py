@@ -121,3 +121,28 @@ def test_a_rank_holds_its_share_of_every_block():
     for tp in (1, 3):
         for stage in plan_stages(model, 1, tp, torch.float32)[1:-1]:
             assert stage.num_params == pytest.approx(444_864 / tp, rel=0.01)  # what is whole: norms and row biases
+
+
+def test_what_a_run_starts_from_is_checked_and_told_before_any_rank(tmp_path):
+    """P64, P76: other classes and a 4x larger grid; then a tensor less."""
+    import timm
+    import torch
+
+    from tests.distributed.runs import DIGITS_VIT
+
+    state = timm.create_model("vit_tiny_patch16_224", img_size=4, num_classes=7, in_chans=1, **DIGITS_VIT).state_dict()
+    torch.save(state, tmp_path / "vit.pth")
+    config = digits_config(model__pretrained=str(tmp_path / "vit.pth"))
+    assert preflight(config).lines[-1] == (
+        f"weights   {tmp_path}/vit.pth: 53 loaded, resized pos_embed (1 x 4 x 32 -> 1 x 16 x 32); "
+        f"re-made head.weight, head.bias; ignored head.bias, head.weight"
+    )
+    del state["blocks.2.attn.qkv.bias"]
+    torch.save(state, tmp_path / "vit.pth")
+    config.parallel.tp = 3
+    with pytest.raises(ConfigError) as refused:
+        preflight(config)
+    damaged, heads = sorted(refused.value.complaints)
+    assert "1 missing: blocks.2.attn.qkv.bias" in damaged and "parallel.tp=3" in heads
+    config.parallel.tp = 1
+    assert preflight(config, training=False)

@@ -6,6 +6,7 @@
     folder     where everything of a run lies
     atomic     files that are there whole or not at all
     batch      how a global batch is made of micro-batches
+    limits     names and ranges that a knob takes
     checks     check(): all complaints at once
 
 Does not know: torch, timm, DeepSpeed, Hydra, nor what a model looks like inside (train/preflight.py asks timm).

@@ -13,72 +13,10 @@ from typing import Any
 
 from vit_tp.config.batch import batch_plan
 from vit_tp.config.convert import from_dict, to_dict
+from vit_tp.config.limits import DECIDED_ELSEWHERE, LAYERWISE_OPTIMIZERS, NAMES, RANGES
 from vit_tp.config.schema import Config
 from vit_tp.config.types import close_names, show
 from vit_tp.errors import ConfigError
-
-NAMES = {
-    "task.name": ["classification"],
-    "data.source": ["digits", "image_folder"],
-    "data.interpolation": ["bilinear", "bicubic", "random"],
-    "recipe.optimizer.name": ["adamw", "adam", "nadamw", "sgd", "momentum", "lion"],
-    "recipe.schedule.name": ["cosine", "constant"],
-    "compute.dtype": ["fp32", "bf16", "fp16"],
-    "compute.device": ["auto", "cpu", "cuda"],
-    "cluster.name": ["local"],
-}
-# Their step depends on the norm or the shape of a whole layer; ZeRO hands an optimizer flat slices of many layers.
-LAYERWISE_OPTIMIZERS = (
-    *("lamb", "lambc", "lars", "larc", "nlars", "nlarc"),
-    *("adafactor", "adafactorbv", "muon", "adamuon", "nadamuon", "shampoo", "soap", "kron", "novograd", "nvnovograd"),
-)
-# (lowest, highest or None, is the lowest itself allowed)
-RANGES: dict[str, tuple[float, float | None, bool]] = {
-    "run.seed": (0, 2**32 - 1, True),
-    "model.img_size": (1, None, True),
-    "data.num_workers": (0, None, True),
-    "data.color_jitter": (0, None, True),
-    "data.random_erasing": (0, 1, True),
-    "data.hflip": (0, 1, True),
-    "data.eval_crop": (0, 1, False),
-    "recipe.global_batch_size": (1, None, True),
-    "recipe.epochs": (1, None, True),
-    "recipe.max_steps": (1, None, True),
-    "recipe.optimizer.lr": (0, None, False),
-    "recipe.optimizer.weight_decay": (0, None, True),
-    "recipe.optimizer.eps": (0, None, False),
-    "recipe.optimizer.momentum": (0, 1, True),
-    "recipe.schedule.warmup_epochs": (0, None, True),
-    "recipe.schedule.warmup_lr": (0, None, True),
-    "recipe.schedule.min_lr": (0, None, True),
-    "recipe.mixing.mixup_alpha": (0, None, True),
-    "recipe.mixing.cutmix_alpha": (0, None, True),
-    "recipe.mixing.prob": (0, 1, True),
-    "recipe.mixing.switch_prob": (0, 1, True),
-    "recipe.smoothing": (0, 0.999, True),
-    "recipe.clip_grad": (0, None, True),
-    "parallel.tp": (1, None, True),
-    "parallel.pp": (1, None, True),
-    "parallel.dp": (1, None, True),
-    "parallel.embed_weight": (0, None, True),
-    "parallel.head_weight": (0, None, True),
-    "parallel.cut_head_from": (1, None, True),
-    "compute.micro_batch_size": (1, None, True),
-    "compute.eval_micro_batch_size": (1, None, True),
-    "compute.timeout_s": (1, None, True),
-    "cluster.port": (1, 65535, True),
-    "log.every_steps": (1, None, True),
-    "log.eval_every_epochs": (0, None, True),
-    "log.check_replicas_every_steps": (0, None, True),
-}
-# timm arguments that another knob, or the data, decides.
-DECIDED_ELSEWHERE = {
-    "num_classes": "the data source says how many classes there are; leave it out",
-    "in_chans": "the data source says how many channels an image has; leave it out",
-    "img_size": "the data is prepared for one size. Use model.img_size",
-    "pretrained": "weights start from timm's initialiser in this version; leave it out",
-    "checkpoint_path": "weights start from timm's initialiser in this version; leave it out",
-}
 
 
 def check(config: Config, training: bool = True) -> None:
@@ -92,8 +30,10 @@ def check(config: Config, training: bool = True) -> None:
         ConfigError: Every complaint, each ending with the override to type.
     """
     typed = from_dict(to_dict(config))  # a wrong type would make the questions below meaningless
-    complaints = [*_names(typed), *_ranges(typed), *_run(typed), *_model(typed), *_data(typed), *_recipe(typed)]
-    complaints += _parallel(typed)
+    complaints = [*_plugins(typed), *_names(typed), *_ranges(typed), *_run(typed), *_model(typed)]
+    complaints += [*_data(typed), *_recipe(typed), *_parallel(typed)]
+    if training:  # an evaluation takes the run's own weights, and what it started from may be gone
+        complaints += _pretrained(typed)
     if training and _has_countable_batches(typed):
         complaints += _batch(typed)
     if complaints:
@@ -161,6 +101,32 @@ def _model(config: Config) -> Iterator[str]:
             yield f"model.kwargs.{key}={show(config.model.kwargs[key])} cannot be given; {reason}."
 
 
+def _plugins(config: Config) -> Iterator[str]:
+    for name in config.plugins:
+        if not all(part.isidentifier() for part in name.split(".")) or name.endswith(".py"):
+            module = Path(name).stem
+            yield (
+                f"plugins={show(config.plugins)}: {name!r} is not the name of a module; plugins are imported, from the "
+                f"working directory or the installed packages. Use for example plugins=[{module or 'my_blocks'}]."
+            )
+
+
+def _pretrained(config: Config) -> Iterator[str]:
+    start = config.model.pretrained
+    if start is None or start is True:
+        return
+    if not isinstance(start, str) or not start.strip():
+        yield (
+            f"model.pretrained={show(start)} is neither true nor a file; there is nothing to start from. "
+            f"Use model.pretrained=true, model.pretrained=<file>, or model.pretrained=null."
+        )
+    elif not Path(start).expanduser().is_file():
+        yield (
+            f"model.pretrained={start} is not a file (looked for from {Path.cwd()}); weights are read from one. "
+            f"Use model.pretrained=<existing .safetensors, .pth, .pt or .bin>, or model.pretrained=true."
+        )
+
+
 def _data(config: Config) -> Iterator[str]:
     scale = config.data.crop_scale
     if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
@@ -168,6 +134,13 @@ def _data(config: Config) -> Iterator[str]:
             f"data.crop_scale={show(scale)} is not a range of areas; it takes two shares of the image, "
             f"0 < low <= high <= 1. Use for example data.crop_scale=[0.08,1.0]."
         )
+    for name, low in (("mean", 0.0), ("std", 1e-9)):
+        values = getattr(config.data, name)
+        if values is not None and (len(values) != 3 or not all(low <= value <= 1 for value in values)):
+            yield (
+                f"data.{name}={show(values)} does not say what red, green and blue are scaled by; pixels lie between 0 "
+                f"and 1, so it takes three numbers of that range. Use for example data.{name}=[0.5,0.5,0.5]."
+            )
     if config.data.source != "image_folder":
         return
     reads = "data.source=image_folder reads <data.root>/train/<class>/ and <data.root>/val/<class>/"

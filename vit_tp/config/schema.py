@@ -1,8 +1,8 @@
 """Every knob: its name, type, default and one line of text.
 
-The dataclasses are the schema that the YAML files in conf/ fill with values. The first half (task, model, data, recipe
-and run.seed) is what is learnt, and makes the fingerprint; the second half (parallel, compute, cluster, log) is how it
-is run and may not change the result.
+The dataclasses are the schema that the YAML files in conf/ fill with values. The first half (plugins, task, model, data,
+recipe and run.seed) is what is learnt, and makes the fingerprint; the second half (parallel, compute, cluster, log) is
+how it is run and may not change the result.
 
 Does not know: which values make sense (checks.py).
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
-FIRST_HALF = ("task", "model", "data", "recipe")
+FIRST_HALF = ("plugins", "task", "model", "data", "recipe")
 SECOND_HALF = ("parallel", "compute", "cluster", "log")
 
 
@@ -44,6 +44,7 @@ class ModelConfig:
     timm: str = knob("vit_tiny_patch16_224", "a timm model name")
     kwargs: dict[str, Any] = knob({}, "arguments passed on to timm.create_model")
     img_size: int | None = knob(None, "height and width of the input in pixels; null: the model's own")
+    pretrained: Any = knob(None, "start from true: timm's own weights of that name | a file; null: first weights")
 
 
 @dataclass
@@ -58,6 +59,8 @@ class DataConfig:
     hflip: float = knob(0.5, "image_folder: probability of a horizontal flip")
     interpolation: str = knob("bicubic", "image_folder: resampling: bilinear | bicubic | random")
     eval_crop: float = knob(0.875, "image_folder: share of the image that the evaluation's centre crop keeps")
+    mean: list[float] | None = knob(None, "image_folder: subtracted from red, green and blue; null: ImageNet's")
+    std: list[float] | None = knob(None, "image_folder: what red, green and blue are divided by; null: ImageNet's")
 
 
 @dataclass
@@ -110,6 +113,9 @@ class ParallelConfig:
     embed_weight: float | None = knob(None, "cost of the patch embedding in blocks; null: measured")
     head_weight: float | None = knob(None, "cost of the head in blocks; null: measured")
     cut_head_from: int = knob(4096, "cut the classifier over tp from this many classes on")
+    indivisible: str = knob(
+        "refuse", "where tp does not divide heads or MLP width: refuse | mlp_only: keep those whole"
+    )
 
 
 @dataclass
@@ -140,6 +146,9 @@ class LogConfig:
 class Config:
     """One run, whole. Fields are groups; see the classes above."""
 
+    plugins: list[str] = knob(
+        [], "modules of yours to import in every process: they register sharding rules and models"
+    )
     run: RunConfig = field(default_factory=RunConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from PIL import Image
-from timm.data import create_transform
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
 from timm.data.readers.img_extensions import get_img_extensions
 from timm.data.readers.reader_image_folder import find_images_and_targets
 from timm.utils.misc import natural_key
@@ -94,6 +94,8 @@ def build_transform(data: DataConfig, split: str, img_size: tuple[int, int]) -> 
             re_prob=data.random_erasing,
             re_mode="pixel",
             crop_pct=data.eval_crop,
+            mean=tuple(data.mean or IMAGENET_DEFAULT_MEAN),
+            std=tuple(data.std or IMAGENET_DEFAULT_STD),
         )
     except (AssertionError, KeyError, ValueError, TypeError) as error:
         raise ConfigError(

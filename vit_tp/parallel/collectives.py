@@ -20,6 +20,11 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     return total
 
 
+def broadcast_from_first_(x: Tensor, group: ProcessGroup) -> None:
+    """Give every rank of the group what its first rank holds, in place, outside autograd."""
+    dist.broadcast(x, src=dist.get_global_rank(group, 0), group=group)
+
+
 class _CopyToGroup(Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:

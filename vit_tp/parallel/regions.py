@@ -31,6 +31,9 @@ class Region(Protocol):
     def leave(self, x: Tensor) -> Tensor:
         """From each rank's partial product to the residual stream. Conjugate: `enter`."""
 
+    def total(self, x: Tensor) -> Tensor:
+        """Inside the region: the sum of what the ranks hold, for all of them, forward and backward."""
+
 
 class ExactRegion:
     """Whole activations outside, one all-reduce at each end: forward on leaving, backward on entering.
@@ -55,6 +58,10 @@ class ExactRegion:
     def leave(self, x: Tensor) -> Tensor:
         """(B, N, C) partial -> (B, N, C) summed."""
         return reduce_from_group(x, self.tp_group)
+
+    def total(self, x: Tensor) -> Tensor:
+        """Sum over the ranks in both directions: each rank goes on with the sum in its own way."""
+        return copy_to_group(reduce_from_group(x.contiguous(), self.tp_group), self.tp_group)
 
 
 REGIONS = {"exact": ExactRegion}

@@ -82,6 +82,7 @@ class PrivateStream:
     def __init__(self, name: str, tp_rank: int) -> None:
         self.name, self.tp_rank = name, tp_rank
         self._shared: Tensor | None = None
+        self._private: Tensor | None = None
 
     def enter(self, device: torch.device) -> None:
         """Leave the shared stream. Inverse: `leave`."""
@@ -96,3 +97,17 @@ class PrivateStream:
         if self._shared is not None:
             default_generator(device).set_state(self._shared)
             self._shared = None
+
+    def pause(self, device: torch.device) -> None:
+        """Go back to the shared stream for what all ranks must draw alike inside. Inverse: `resume`."""
+        if self._shared is not None:
+            generator = default_generator(device)
+            self._private = generator.get_state()
+            generator.set_state(self._shared)
+
+    def resume(self, device: torch.device) -> None:
+        """Take up the private stream where it was paused. Inverse: `pause`."""
+        if self._shared is not None:
+            generator = default_generator(device)
+            self._shared = generator.get_state()
+            generator.set_state(self._private)

@@ -66,7 +66,12 @@ class StagePlan:
 
 
 def plan_stages(
-    model: nn.Module, micro_batch_size: int, tp_size: int, dtype: torch.dtype, cut_head_from: int = CUT_HEAD_FROM
+    model: nn.Module,
+    micro_batch_size: int,
+    tp_size: int,
+    dtype: torch.dtype,
+    cut_head_from: int = CUT_HEAD_FROM,
+    indivisible: str = "refuse",
 ) -> list[StagePlan]:
     """Return what one tensor-parallel rank would hold of each stage, in order.
 
@@ -76,13 +81,14 @@ def plan_stages(
         tp_size: Ranks that share each weight.
         dtype: Of weights and activations.
         cut_head_from: Number of classes from which on the classifier is cut.
+        indivisible: See `sharding.convert.plan_cut`.
     """
     plans = []
     x = torch.empty(input_shape(model, micro_batch_size), dtype=dtype, device="meta")
     for name in stage_names(model):
         stage = build_stage(model, name)
         stage.inner = copy.deepcopy(stage.inner).to(dtype)
-        cut_(stage.inner, OneOfMany(tp_size), name=name, cut_head_from=cut_head_from)
+        cut_(stage.inner, OneOfMany(tp_size), name=name, cut_head_from=cut_head_from, indivisible=indivisible)
         weights = {p.untyped_storage() for p in stage.parameters()}
         x, saved = _forward_and_saved(stage, x.detach().requires_grad_(name != "embed"))
         activation_bytes = sum(storage.nbytes() for storage in saved - weights)

@@ -9,59 +9,73 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from vit_tp.errors import ShardRuleError, TopologyError
+from vit_tp.errors import ConfigError, ShardRuleError, TopologyError
 from vit_tp.parallel.regions import Region, build_region
 from vit_tp.parallel.rng import PrivateStream
-from vit_tp.sharding.layers import Enter, GatheredLinear, RowLinear
+from vit_tp.sharding.contracts import keep_contracts_
+from vit_tp.sharding.edits import edit_
+from vit_tp.sharding.indivisible import require_cut
+from vit_tp.sharding.layers import Enter, GatheredLinear, MixLinear, RowLinear
+from vit_tp.sharding.norms import SPANNING
 from vit_tp.sharding.placement import Placement, Replicated, Sharded, mark
-from vit_tp.sharding.rules import ShardRule, rule_for
+from vit_tp.sharding.rule import Parts, ShardRule, divide_, find, own_tensors, replicated
+from vit_tp.sharding.rules import is_replicable, rule_for
 
 CUT_HEAD_FROM = 4096
+INDIVISIBLE = ("refuse", "mlp_only")
 
 
 @dataclass(frozen=True)
 class Match:
-    """A module and the rule that cuts it."""
+    """A module and the rule that cuts it.
+
+    Args:
+        name: Of the module in the timm model.
+        module: The module, whole.
+        rule: How it is cut.
+        kept_whole: What tp does not divide, where the module is replicated for that reason.
+    """
 
     name: str
     module: nn.Module
     rule: ShardRule
+    kept_whole: tuple[tuple[str, int], ...] = ()
 
 
-def find_matches(module: nn.Module, name: str = "") -> Iterator[Match]:
-    """Yield a module and all that its rule says to walk, each with its rule.
+def plan_cut(module: nn.Module, tp_size: int, name: str = "", indivisible: str = "refuse") -> list[Match]:
+    """Return all modules that the table has a say in, each with its rule. Changes nothing.
+
+    Args:
+        module: A timm model, or the part of one that a pipeline stage holds; real or on meta.
+        tp_size: Ranks that share each weight.
+        name: The module's name in the timm model.
+        indivisible: What to do where tp does not divide heads or MLP width: "refuse", or "mlp_only" to keep such
+            modules whole on every rank and cut the rest, which is as a rule the MLPs.
 
     Raises:
+        ConfigError: If `indivisible` is unknown.
         ShardRuleError: At the first module that no rule covers.
+        TopologyError: If tp does not divide what it must.
     """
-    rule = rule_for(module, name)
-    yield Match(name, module, rule)
-    for child in rule.walk:
-        if getattr(module, child, None) is not None:
-            yield from find_matches(getattr(module, child), f"{name}.{child}".lstrip("."))
+    if indivisible not in INDIVISIBLE:
+        raise ConfigError(f"indivisible={indivisible!r} is not known. Use one of {', '.join(INDIVISIBLE)}.")
+    matches = list(_find(module, name, tp_size, indivisible == "mlp_only"))
+    if indivisible == "refuse":
+        _require_divisible(matches, tp_size)
+    return matches
 
 
-def require_divisible(matches: list[Match], tp_size: int) -> None:
-    """Raise if tp does not divide the heads and hidden widths of every cut module.
-
-    Raises:
-        TopologyError: With every number in the way, and the tp sizes that would do.
-    """
-    numbers = {(what, count(m.module)) for m in matches for what, count in m.rule.divides.items()}
-    wrong = sorted((what, n) for what, n in numbers if n % tp_size)
-    if wrong:
-        whole = math.gcd(*(n for _, n in numbers))
-        legal = ", ".join(str(d) for d in range(1, whole + 1) if whole % d == 0)
-        raise TopologyError(
-            f"parallel.tp={tp_size} does not divide {' and '.join(f'{what}={n}' for what, n in wrong)}; "
-            f"heads and columns cannot be shared between ranks. Use parallel.tp={legal}."
-        )
-
-
-def cut_(module: nn.Module, region: Region, *, name: str = "", cut_head_from: int = CUT_HEAD_FROM) -> list[Match]:
+def cut_(
+    module: nn.Module,
+    region: Region,
+    *,
+    name: str = "",
+    cut_head_from: int = CUT_HEAD_FROM,
+    indivisible: str = "refuse",
+) -> list[Match]:
     """Cut a module and what its rule walks, in place, real or on meta.
 
     Args:
@@ -69,23 +83,29 @@ def cut_(module: nn.Module, region: Region, *, name: str = "", cut_head_from: in
         region: Where partial sums are exchanged.
         name: The module's name in the timm model.
         cut_head_from: Number of classes from which on the classifier is cut too, where tp divides it.
+        indivisible: See `plan_cut`.
 
     Returns:
         The modules found, with their rules.
 
     Raises:
+        ConfigError: If `indivisible` is unknown; nothing was changed.
         ShardRuleError: If a module is not covered by its rule; nothing was changed.
         TopologyError: If tp does not divide it; nothing was changed.
     """
-    matches = list(find_matches(module, name))
-    require_divisible(matches, region.tp_size)
+    matches = plan_cut(module, region.tp_size, name, indivisible)
     for match in matches:
         _cut_match_(match, region, cut_head_from)
     return matches
 
 
 def shard_(
-    model: nn.Module, tp_group: ProcessGroup, region: str = "exact", *, cut_head_from: int = CUT_HEAD_FROM
+    model: nn.Module,
+    tp_group: ProcessGroup,
+    region: str = "exact",
+    *,
+    cut_head_from: int = CUT_HEAD_FROM,
+    indivisible: str = "refuse",
 ) -> nn.Module:
     """Cut a timm model in place, so that each rank of `tp_group` holds its share of attention and MLP.
 
@@ -97,64 +117,159 @@ def shard_(
         tp_group: The ranks that share each weight.
         region: Where partial sums are exchanged: "exact".
         cut_head_from: Number of classes from which on the classifier is cut too.
+        indivisible: Where the number of ranks does not divide heads or MLP width: "refuse", or "mlp_only" to keep
+            such modules whole on every rank.
 
     Returns:
         The same model.
 
     Raises:
-        ConfigError: If the region is unknown.
+        ConfigError: If the region or `indivisible` is unknown.
         ShardRuleError: If the model holds a class without a rule, or nothing that can be cut.
         TopologyError: If the number of ranks does not divide heads or MLP width.
     """
-    if hasattr(model, "tp_region"):
+    if hasattr(model, "tp_cut"):
         raise ShardRuleError("this model is cut already; cutting a slice again would lose weights. Call shard_ once.")
     exchange = build_region(region, tp_group)
-    matches = cut_(model, exchange, cut_head_from=cut_head_from)
-    if not any(match.rule.cuts for match in matches):
-        raise ShardRuleError(f"nothing in {type(model).__name__} can be cut; tensor parallelism would only copy it.")
-    model.tp_region = exchange
+    matches = plan_cut(model, exchange.tp_size, indivisible=indivisible)
+    require_cut(model, matches, exchange.tp_size)
+    for match in matches:
+        _cut_match_(match, exchange, cut_head_from)
+    root = matches[0].rule
+
+    def cut_classifiers_(model: nn.Module) -> None:
+        for path in root.wide:
+            _cut_classifier_(model, path, exchange, cut_head_from)
+
+    keep_contracts_(model, exchange, cut_classifiers_)
     return model
+
+
+def _find(module: nn.Module, name: str, tp_size: int, keep_indivisible: bool) -> Iterator[Match]:
+    rule = rule_for(module, name)
+    wrong = tuple((what, n) for what, n in rule.numbers(module).items() if n % tp_size)
+    if wrong and keep_indivisible:
+        yield Match(name, module, replicated(module), kept_whole=wrong)
+        return
+    yield Match(name, module, rule)
+    for child_name in rule.walk:
+        child, path = find(module, child_name), f"{name}.{child_name}".lstrip(".")
+        if child is None:
+            continue
+        if is_replicable(child):
+            yield Match(path, child, replicated(child))
+        else:
+            yield from _find(child, path, tp_size, keep_indivisible)
+
+
+def legal_tp_sizes(matches: list[Match]) -> list[int]:
+    """Return the tp sizes that divide the heads and hidden widths of every cut module."""
+    whole = math.gcd(*(n for match in matches for n in match.rule.numbers(match.module).values()))
+    return [tp for tp in range(1, whole + 1) if whole % tp == 0]
+
+
+def _require_divisible(matches: list[Match], tp_size: int) -> None:
+    numbers = {item for match in matches for item in match.rule.numbers(match.module).items()}
+    wrong = sorted((what, n) for what, n in numbers if n % tp_size)
+    if wrong:
+        mlp_only = ", or parallel.indivisible=mlp_only, which keeps whole what tp does not divide and cuts the rest"
+        raise TopologyError(
+            f"parallel.tp={tp_size} does not divide {' and '.join(f'{what}={n}' for what, n in wrong)}; "
+            f"heads and columns cannot be shared between ranks. "
+            f"Use parallel.tp={', '.join(map(str, legal_tp_sizes(matches)))}"
+            f"{mlp_only if any(_is_divided(match, tp_size) for match in matches) else ''}."
+        )
+
+
+def _is_divided(match: Match, tp_size: int) -> bool:
+    return match.rule.cuts and not any(n % tp_size for n in match.rule.numbers(match.module).values())
 
 
 def _cut_match_(match: Match, region: Region, cut_head_from: int) -> None:
     module, rule = match.module, match.rule
-    _replace_own_(module, rule.own, Replicated(), region)
-    for child in rule.whole:
-        _replicate_(getattr(module, child, None), Replicated())
-    for child in rule.partial:
-        _replicate_(getattr(module, child, None), Replicated(grad_sum=region.tp_size > 1))
-    for child in rule.wide:
-        _cut_classifier_(module, child, region, cut_head_from)
-    parts = {
-        child: parts_of(module) for child, parts_of in rule.column.items() if getattr(module, child, None) is not None
-    }
-    for child, sizes in parts.items():
-        _replace_own_(getattr(module, child), ("weight", "bias"), Sharded(0, sizes), region)
-    for child in rule.row:
-        linear = getattr(module, child)
-        _replace_own_(linear, ("weight",), Sharded(1, (linear.weight.shape[1],)), region)
-        _replace_own_(linear, ("bias",), Replicated(), region)
+    _cut_tensors_(module, rule, region, cut_head_from)
     if not rule.cuts or region.tp_size == 1:
         return
-    for child in parts:
-        getattr(module, child).out_features //= region.tp_size
+    for path in rule.column:
+        if linear := find(module, path):
+            linear.out_features //= region.tp_size
     for attribute in rule.local:
-        setattr(module, attribute, getattr(module, attribute) // region.tp_size)
+        divide_(module, attribute, region.tp_size)
+    for path in rule.spans:
+        norm = find(module, path)
+        if type(norm) not in (nn.Identity, type(None)):
+            module.set_submodule(path, SPANNING[type(norm)](norm, region))
+    for path in rule.mixes:
+        module.set_submodule(path, MixLinear(find(module, path), region))
+    edit_(module, rule.edits)
+    if rule.row:
+        _put_exchanges_(match, region)
+
+
+def _cut_tensors_(module: nn.Module, rule: ShardRule, region: Region, cut_head_from: int) -> None:
+    partial = Replicated(grad_sum=region.tp_size > 1)
+    for name in rule.own:
+        _replace_(module, name, Replicated(), region)
+    for path in rule.whole:
+        _replicate_(find(module, path), Replicated())
+    for path in rule.partial:
+        _replicate_(find(module, path), partial)
+        _replace_(module, path, partial, region)
+    for path in rule.wide:
+        _cut_classifier_(module, path, region, cut_head_from)
+    for name, dim in rule.cut.items():
+        if (tensor := own_tensors(module).get(name)) is not None:
+            _replace_(module, name, Sharded(dim, (tensor.shape[dim],)), region)
+    for path, parts in rule.column.items():
+        if linear := find(module, path):
+            for name in ("weight", "bias"):
+                _replace_(linear, name, Sharded(0, _sizes(parts, module, linear.out_features)), region)
+    for path, parts in rule.row.items():
+        if linear := find(module, path):
+            _replace_(linear, "weight", Sharded(1, _sizes(parts, module, linear.in_features)), region)
+            _replace_(linear, "bias", Replicated(), region)
+    for path in rule.mixes:
+        if linear := find(module, path):
+            _replace_(linear, "weight", Sharded(1, (linear.in_features,)), region)
+            _replace_(linear, "bias", Sharded(0, (linear.out_features,)), region)
+    for path in rule.spans:
+        if norm := find(module, path):
+            for name, tensor in own_tensors(norm).items():
+                _replace_(norm, name, Sharded(0, (len(tensor),)), region)
+
+
+def _put_exchanges_(match: Match, region: Region) -> None:
+    module, rule = match.module, match.rule
     stream = PrivateStream(match.name, region.tp_rank)
-    dropouts = [d for child in rule.inner if isinstance(d := getattr(module, child, None), nn.Dropout)]
-    module.register_forward_pre_hook(Enter(region, stream, dropouts))
-    for child in rule.row:
-        setattr(module, child, RowLinear(getattr(module, child), region, stream))
+    dropouts = [d for path in rule.inner if isinstance(d := find(module, path), nn.Dropout)]
+    entrance = Enter(region, stream, dropouts)
+    if rule.enter_after is None:
+        module.register_forward_pre_hook(entrance)
+    else:
+        find(module, rule.enter_after).register_forward_hook(entrance.after)
+    rows = [path for path in rule.row if find(module, path) is not None]
+    for path in rows:
+        leaving = stream if path == rows[-1] else None
+        module.set_submodule(path, RowLinear(find(module, path), region, leaving))
+    for path in rule.shared:
+        if child := find(module, path):
+            child.register_forward_pre_hook(lambda _, args: stream.pause(args[0].device))
+            child.register_forward_hook(lambda _, args, out: stream.resume(args[0].device))
 
 
-def _cut_classifier_(module: nn.Module, child: str, region: Region, cut_head_from: int) -> None:
-    linear = getattr(module, child, None)
+def _sizes(parts: Parts, module: nn.Module, width: int) -> tuple[int, ...]:
+    return (width // parts,) * parts if isinstance(parts, int) else parts(module)
+
+
+def _cut_classifier_(module: nn.Module, path: str, region: Region, cut_head_from: int) -> None:
+    linear = find(module, path)
     if not isinstance(linear, nn.Linear) or linear.out_features < cut_head_from or linear.out_features % region.tp_size:
         _replicate_(linear, Replicated())
-    else:
-        _replace_own_(linear, ("weight", "bias"), Sharded(0, (linear.out_features,)), region)
-        if region.tp_size > 1:
-            setattr(module, child, GatheredLinear(linear, region))
+        return
+    for name in ("weight", "bias"):
+        _replace_(linear, name, Sharded(0, (linear.out_features,)), region)
+    if region.tp_size > 1:
+        module.set_submodule(path, GatheredLinear(linear, region))
 
 
 def _replicate_(module: nn.Module | None, placement: Placement) -> None:
@@ -162,14 +277,16 @@ def _replicate_(module: nn.Module | None, placement: Placement) -> None:
         mark(param, placement)
 
 
-def _replace_own_(module: nn.Module, names: tuple[str, ...], placement: Placement, region: Region) -> None:
-    """Put this rank's slice of each named parameter in its place; the whole tensor is let go."""
-    for name in names:
-        param = module._parameters.get(name)
-        if param is None:
-            continue
-        local = placement.cut(param.detach(), region.tp_size, region.tp_rank)
-        if local.shape != param.shape:
-            param = nn.Parameter(local.contiguous(), requires_grad=param.requires_grad)
-            module._parameters[name] = param
-        mark(param, placement)
+def _replace_(module: nn.Module, name: str, placement: Placement, region: Region) -> None:
+    """Put this rank's slice of a parameter or buffer in its place, if there is one; the whole tensor is let go."""
+    tensor: Tensor | None = own_tensors(module).get(name)
+    if tensor is None:
+        return
+    local = placement.cut(tensor.detach(), region.tp_size, region.tp_rank)
+    if not isinstance(tensor, nn.Parameter):
+        module._buffers[name] = local.contiguous()
+        return
+    if local.shape != tensor.shape:
+        tensor = nn.Parameter(local.contiguous(), requires_grad=tensor.requires_grad)
+        module._parameters[name] = tensor
+    mark(tensor, placement)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from vit_tp.errors import ShardRuleError
-from vit_tp.sharding.placement import Replicated, Sharded, placement_of
+from vit_tp.sharding.placement import Replicated, counts_in_norm, placement_of
 
 
 def partial_parameters(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -57,13 +57,13 @@ def finish_gradients_(model: nn.Module, max_norm: float | None = None) -> Tensor
     Raises:
         ShardRuleError: If the model is not cut.
     """
-    if not hasattr(model, "tp_region"):
+    if not hasattr(model, "tp_cut"):
         raise ShardRuleError("this model is not cut, so its gradients need no finishing. Call vit_tp.shard_ first.")
-    group = model.tp_region.tp_group
+    region = model.tp_cut.region
     params = [p for p in model.parameters() if p.grad is not None]
-    sum_partial_(params, group, lambda p: p.grad)
-    norm = squared_norm(((p, p.grad) for p in params), model.tp_region.tp_rank)
-    dist.all_reduce(norm, group=group)
+    sum_partial_(params, region.tp_group, lambda p: p.grad)
+    norm = squared_norm(((p, p.grad) for p in params), region.tp_rank)
+    dist.all_reduce(norm, group=region.tp_group)
     norm = norm.sqrt()
     if max_norm is not None:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -82,5 +82,5 @@ def squared_norm(grads: Iterable[tuple[nn.Parameter, Tensor]], tp_rank: int) -> 
     grads = list(grads)
     wide = torch.float64 if any(g.dtype == torch.float64 for _, g in grads) else torch.float32
     device = grads[0][1].device if grads else None
-    counted = [g for p, g in grads if tp_rank == 0 or isinstance(placement_of(p), Sharded)]
+    counted = [g for p, g in grads if counts_in_norm(p, tp_rank)]
     return sum((g.detach().to(wide).pow(2).sum() for g in counted), torch.zeros((), dtype=wide, device=device))

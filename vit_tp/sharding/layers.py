@@ -24,9 +24,16 @@ class Enter:
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, *rest = args
-        if module.training and any(dropout.p > 0 for dropout in self.dropouts):
+        return self.enter(x), *rest
+
+    def after(self, module: nn.Module, args: tuple[Tensor, ...], x: Tensor) -> Tensor:
+        """The same as a forward hook of the last module outside."""
+        return self.enter(x)
+
+    def enter(self, x: Tensor) -> Tensor:
+        if any(dropout.training and dropout.p > 0 for dropout in self.dropouts):
             self.stream.enter(x.device)
-        return self.region.enter(x), *rest
+        return self.region.enter(x)
 
 
 class RowLinear(nn.Linear):
@@ -38,10 +45,10 @@ class RowLinear(nn.Linear):
     Args:
         linear: The layer to replace; its weight is cut already, (C, M/tp).
         region: Where partial sums are exchanged.
-        stream: The random numbers of this rank alone, left here.
+        stream: The random numbers of this rank alone, left here; None where another row linear follows.
     """
 
-    def __init__(self, linear: nn.Linear, region: Region, stream: PrivateStream) -> None:
+    def __init__(self, linear: nn.Linear, region: Region, stream: PrivateStream | None) -> None:
         nn.Module.__init__(self)  # not nn.Linear's, which would draw weights
         self.in_features, self.out_features = linear.weight.shape[1], linear.weight.shape[0]
         self.weight, self.bias = linear.weight, linear.bias
@@ -49,9 +56,33 @@ class RowLinear(nn.Linear):
         self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.stream.leave(x.device)
+        if self.stream is not None:
+            self.stream.leave(x.device)
         x = self.region.leave(F.linear(x, self.weight))
         return x if self.bias is None else x + self.bias.to(x.dtype)  # under autocast x is of a half type
+
+
+class MixLinear(nn.Linear):
+    """A linear layer from all heads to all heads, on cut heads: (..., H/tp) -> (..., H/tp) through (..., H).
+
+    Each rank multiplies the columns of its heads, the sum is exchanged, and each keeps the rows of its heads.
+
+    Args:
+        linear: The layer to replace; weight (H, H/tp) and bias (H/tp,) are cut already.
+        region: Where sums are exchanged.
+    """
+
+    def __init__(self, linear: nn.Linear, region: Region) -> None:
+        nn.Module.__init__(self)
+        self.in_features = self.out_features = linear.weight.shape[1]
+        self.weight, self.bias = linear.weight, linear.bias
+        self.region = region
+        self.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.region.total(F.linear(x, self.weight))
+        own = mixed.narrow(-1, self.region.tp_rank * self.out_features, self.out_features)
+        return own if self.bias is None else own + self.bias
 
 
 class GatheredLinear(nn.Linear):

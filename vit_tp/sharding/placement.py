@@ -75,6 +75,16 @@ def mark(param: nn.Parameter, placement: Placement) -> None:
         param.tensor_model_parallel = True
 
 
+def counts_in_norm(param: nn.Parameter, tp_rank: int) -> bool:
+    """Return whether a rank counts a parameter in the gradient norm: its own slices, and whole tensors once.
+
+    A table that several pipeline stages hold is marked `counted_elsewhere` on all but the first.
+    """
+    if getattr(param, "counted_elsewhere", False):
+        return False
+    return tp_rank == 0 or isinstance(placement_of(param), Sharded)
+
+
 def placement_of(param: nn.Parameter) -> Placement:
     """Return the record of a parameter; one that was never marked is whole on every rank."""
     return getattr(param, "placement", Replicated())

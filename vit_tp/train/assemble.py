@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from vit_tp.checkpoint.export import fill_from
+from vit_tp.checkpoint.pretrained import start_from
 from vit_tp.config import BatchPlan, Config, DataConfig, batch_plan, eval_batch_plan
 from vit_tp.data.loader import Batch, train_batches
 from vit_tp.data.order import steps_per_epoch
@@ -21,12 +22,14 @@ from vit_tp.data.spec import DataSpec, Source
 from vit_tp.models.build import build_model, input_shape
 from vit_tp.models.dtypes import DTYPES
 from vit_tp.models.stages import stage_names
+from vit_tp.models.weights import initialise
 from vit_tp.parallel.groups import Groups, build_groups, limit_waiting
 from vit_tp.parallel.rng import seed_from
 from vit_tp.parallel.topology import Topology
 from vit_tp.recipe.mixing import Mixer
 from vit_tp.recipe.optimizer import build_optimizer, is_frozen, param_groups
 from vit_tp.recipe.schedule import build_schedule
+from vit_tp.sharding.plugins import load_plugins
 from vit_tp.tasks.classification import Classification, build_task
 from vit_tp.train.engine import VitEngine, evaluator, initialize
 from vit_tp.train.feed import Feed
@@ -114,8 +117,10 @@ def assemble(config: Config, topology: Topology, device: torch.device, weights: 
         config: The run, checked.
         topology: The grid of ranks.
         device: This rank's.
-        weights: Folder of exported weights to evaluate; None builds a run that trains from its first weights.
+        weights: Folder of exported weights to evaluate; None builds a run that trains, from model.pretrained
+            or its first weights.
     """
+    load_plugins(config.plugins)
     spec = _describe_once(config.data)
     plan = (batch_plan if weights is None else eval_batch_plan)(config, topology.dp)
     model = build_model(config.model, spec.num_classes, spec.in_chans)
@@ -124,6 +129,10 @@ def assemble(config: Config, topology: Topology, device: torch.device, weights: 
     timeout = timedelta(seconds=config.compute.timeout_s)
     groups = build_groups(topology, timeout)
     task = build_task(config, spec.num_classes)
+    if weights is None:
+        fill = start_from(config.model, spec.num_classes, spec.in_chans, initialise(config.run.seed))
+    else:
+        fill = fill_from(weights)
     pipe = pipeline(
         model,
         topology,
@@ -132,8 +141,9 @@ def assemble(config: Config, topology: Topology, device: torch.device, weights: 
         embed_weight=config.parallel.embed_weight,
         head_weight=config.parallel.head_weight,
         cut_head_from=config.parallel.cut_head_from,
+        indivisible=config.parallel.indivisible,
         seed=config.run.seed,
-        fill=None if weights is None else fill_from(weights),
+        fill=fill,
         groups=groups,
     )
     if weights is None:

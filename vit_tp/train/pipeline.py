@@ -19,7 +19,8 @@ from vit_tp.parallel.regions import Region, build_region
 from vit_tp.parallel.rng import Clock
 from vit_tp.parallel.topology import Topology
 from vit_tp.recipe.optimizer import no_decay_names
-from vit_tp.sharding.convert import CUT_HEAD_FROM, cut_, find_matches, require_divisible
+from vit_tp.sharding.convert import CUT_HEAD_FROM, cut_, plan_cut
+from vit_tp.sharding.indivisible import require_cut
 from vit_tp.train.communication import start_communication
 
 
@@ -27,15 +28,23 @@ class StageSpec(LayerSpec):
     """A stage that is made, filled and cut when DeepSpeed builds it, on the ranks that hold it only."""
 
     def __init__(
-        self, model: nn.Module, name: str, fill: Fill, region: Region, clock: Clock, cut_head_from: int
+        self,
+        model: nn.Module,
+        name: str,
+        fill: Fill,
+        region: Region,
+        clock: Clock,
+        cut_head_from: int,
+        indivisible: str,
     ) -> None:
         super().__init__(Stage)
         self.model, self.name, self.fill = model, name, fill
-        self.region, self.clock, self.cut_head_from = region, clock, cut_head_from
+        self.region, self.clock, self.cut_head_from, self.indivisible = region, clock, cut_head_from, indivisible
 
     def build(self, log: bool = False) -> Stage:
         stage = materialise(self.model, self.name, self.fill, self.clock)
-        cut_(stage.inner, self.region, name=stage.prefix.rstrip("."), cut_head_from=self.cut_head_from)
+        name = stage.prefix.rstrip(".")
+        cut_(stage.inner, self.region, name=name, cut_head_from=self.cut_head_from, indivisible=self.indivisible)
         return stage
 
 
@@ -125,6 +134,7 @@ def pipeline(
     embed_weight: float | None = None,
     head_weight: float | None = None,
     cut_head_from: int = CUT_HEAD_FROM,
+    indivisible: str = "refuse",
     seed: int = 0,
     fill: Fill | None = None,
     groups: Groups | None = None,
@@ -141,6 +151,7 @@ def pipeline(
         embed_weight: Cost of the embedding in mean blocks; None counts it.
         head_weight: The same for the head.
         cut_head_from: Number of classes from which on the classifier is cut over tp.
+        indivisible: Where tp does not divide heads or MLP width: "refuse", or "mlp_only" to keep such modules whole.
         seed: Of weights and of all randomness in forward.
         fill: Where the weights of a model on meta come from; None draws them by `seed`.
         groups: This rank's peers where they exist already.
@@ -154,11 +165,13 @@ def pipeline(
         TopologyError: If the world or the heads do not fit the grid.
     """
     bounds = stage_bounds(model, topology.pp, partition, embed_weight, head_weight)
-    require_divisible(list(find_matches(model)), topology.tp)
+    matches = plan_cut(model, topology.tp, indivisible=indivisible)
+    if topology.tp > 1:
+        require_cut(model, matches, topology.tp)
     start_communication()
     groups = groups or build_groups(topology)
     exchange, clock = build_region(region, groups.tp_group), Clock(seed=seed)
     fill = fill or initialise(seed)
-    specs = [StageSpec(model, name, fill, exchange, clock, cut_head_from) for name in stage_names(model)]
+    specs = [StageSpec(model, name, fill, exchange, clock, cut_head_from, indivisible) for name in stage_names(model)]
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology
         return VitPipeline(specs, bounds, groups, loss_fn, clock, no_decay_names(model))

@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
 
-from vit_tp.config import BatchPlan, Config, batch_plan, eval_batch_plan
+from vit_tp.checkpoint.pretrained import open_pretrained
+from vit_tp.config import BatchPlan, Config, DataConfig, batch_plan, eval_batch_plan
+from vit_tp.config.types import show
 from vit_tp.data.order import steps_per_epoch
 from vit_tp.data.sources import describe
 from vit_tp.data.spec import DataSpec
@@ -23,7 +26,10 @@ from vit_tp.parallel.topology import Topology
 from vit_tp.plan.stages import plan_ranks, plan_stages
 from vit_tp.recipe.mixing import Mixer
 from vit_tp.recipe.optimizer import is_frozen
-from vit_tp.sharding.convert import find_matches, require_divisible
+from vit_tp.sharding.catalogue import require_cuttable
+from vit_tp.sharding.convert import Match, plan_cut
+from vit_tp.sharding.indivisible import describe_kept, require_cut
+from vit_tp.sharding.plugins import load_plugins
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,8 @@ def preflight(config: Config, training: bool = True) -> Preflight:
     parallel = config.parallel
     topology = Topology(parallel.pp, parallel.dp or 1, parallel.tp)
     complaints = _Complaints()
-    spec = plan = model = bounds = None
+    spec = plan = model = bounds = matches = None
+    load_plugins(config.plugins)
     with complaints:
         plan = (batch_plan if training else eval_batch_plan)(config, topology.dp)
     with complaints:
@@ -84,12 +91,21 @@ def preflight(config: Config, training: bool = True) -> Preflight:
             )
     if spec:
         with complaints:
+            require_cuttable(config.model.timm)
             model = build_model(config.model, spec.num_classes, spec.in_chans)
+    start = None
+    if model is not None and training and config.model.pretrained is not None:
+        with complaints:
+            start = open_pretrained(config.model, spec.num_classes, spec.in_chans).describe()
+        with complaints:
+            _require_pixels_as_pretrained(model, config.data)
     if model is not None:
         with complaints:
             bounds = stage_bounds(model, topology.pp, parallel.partition, parallel.embed_weight, parallel.head_weight)
         with complaints:
-            require_divisible(list(find_matches(model)), topology.tp)
+            matches = plan_cut(model, topology.tp, indivisible=parallel.indivisible)
+            if topology.tp > 1:
+                require_cut(model, matches, topology.tp)
     if bounds and training:
         with complaints:
             _require_trainable(model, bounds, config.recipe.freeze)
@@ -98,8 +114,26 @@ def preflight(config: Config, training: bool = True) -> Preflight:
             _require_logits(model, spec.num_classes)
     if complaints:
         raise ConfigError(complaints)
-    lines = _describe(config, topology, plan, spec, model, bounds) if training else []
+    lines = _describe(config, topology, plan, spec, model, bounds, matches) if training else []
+    lines += [f"weights   {start}"] if start else []
     return Preflight(topology, plan, spec, bounds, lines)
+
+
+def _require_pixels_as_pretrained(model: nn.Module, data: DataConfig) -> None:
+    """Weights expect pixels scaled as in their training, and not all of them as ImageNet's are by default."""
+    if data.source != "image_folder":
+        return
+    cfg = model.pretrained_cfg
+    wanted = {"mean": list(cfg["mean"]), "std": list(cfg["std"])}
+    usual = {"mean": list(IMAGENET_DEFAULT_MEAN), "std": list(IMAGENET_DEFAULT_STD)}
+    missing = [name for name in wanted if getattr(data, name) is None and wanted[name] != usual[name]]
+    if missing:
+        typed = " ".join(f"data.{name}={show(wanted[name])}" for name in missing)
+        raise ConfigError(
+            f"timm's weights of this name were trained on pixels with other data.{' and data.'.join(missing)} than "
+            f"ImageNet's, which images would be scaled by; they would see colours that they never saw. "
+            f"Use {typed}, or the values of your own file."
+        )
 
 
 def _require_trainable(model: nn.Module, bounds: list[int], freeze: list[str]) -> None:
@@ -139,12 +173,20 @@ def _require_logits(model: nn.Module, num_classes: int) -> None:
 
 
 def _describe(
-    config: Config, topology: Topology, plan: BatchPlan, spec: DataSpec, model: nn.Module, bounds: list[int]
+    config: Config,
+    topology: Topology,
+    plan: BatchPlan,
+    spec: DataSpec,
+    model: nn.Module,
+    bounds: list[int],
+    matches: list[Match],
 ) -> list[str]:
     params = sum(p.numel() for p in model.parameters())
+    parallel, dtype = config.parallel, DTYPES[config.compute.dtype]
     stages = plan_stages(
-        model, plan.micro_batch_size, topology.tp, DTYPES[config.compute.dtype], config.parallel.cut_head_from
+        model, plan.micro_batch_size, topology.tp, dtype, parallel.cut_head_from, parallel.indivisible
     )
+    kept = describe_kept(matches, topology.tp, sum(stage.num_params for stage in stages), params)
     steps = steps_per_epoch(spec.num_train, plan.global_batch_size)
     _, chans, height, width = input_shape(model, 1)
     return [
@@ -152,6 +194,7 @@ def _describe(
         f"input {chans} x {height} x {width}",
         f"grid      tp={topology.tp} x pp={topology.pp} x dp={topology.dp} = {topology.world_size} processes, "
         f"{config.compute.dtype}",
+        *([f"whole     {kept}"] if kept else []),
         *(
             f"stage {index:<3} {rank.first} .. {rank.last}: each rank holds {rank.num_params / 1e6:.2f} M parameters "
             f"and at most {rank.micro_batches} micro-batches, {rank.activation_bytes / 2**20:.1f} MiB of activations"

@@ -1,0 +1,70 @@
+"""Which names, numbers and timm arguments a knob takes, whatever the other knobs say.
+
+Does not know: what is said when one is broken, nor combinations (checks.py).
+"""
+
+from __future__ import annotations
+
+NAMES = {
+    "task.name": ["classification"],
+    "data.source": ["digits", "image_folder"],
+    "data.interpolation": ["bilinear", "bicubic", "random"],
+    "recipe.optimizer.name": ["adamw", "adam", "nadamw", "sgd", "momentum", "lion"],
+    "recipe.schedule.name": ["cosine", "constant"],
+    "parallel.indivisible": ["refuse", "mlp_only"],
+    "compute.dtype": ["fp32", "bf16", "fp16"],
+    "compute.device": ["auto", "cpu", "cuda"],
+    "cluster.name": ["local"],
+}
+# Their step depends on the norm or the shape of a whole layer; ZeRO hands an optimizer flat slices of many layers.
+LAYERWISE_OPTIMIZERS = (
+    *("lamb", "lambc", "lars", "larc", "nlars", "nlarc"),
+    *("adafactor", "adafactorbv", "muon", "adamuon", "nadamuon", "shampoo", "soap", "kron", "novograd", "nvnovograd"),
+)
+# (lowest, highest or None, is the lowest itself allowed)
+RANGES: dict[str, tuple[float, float | None, bool]] = {
+    "run.seed": (0, 2**32 - 1, True),
+    "model.img_size": (1, None, True),
+    "data.num_workers": (0, None, True),
+    "data.color_jitter": (0, None, True),
+    "data.random_erasing": (0, 1, True),
+    "data.hflip": (0, 1, True),
+    "data.eval_crop": (0, 1, False),
+    "recipe.global_batch_size": (1, None, True),
+    "recipe.epochs": (1, None, True),
+    "recipe.max_steps": (1, None, True),
+    "recipe.optimizer.lr": (0, None, False),
+    "recipe.optimizer.weight_decay": (0, None, True),
+    "recipe.optimizer.eps": (0, None, False),
+    "recipe.optimizer.momentum": (0, 1, True),
+    "recipe.schedule.warmup_epochs": (0, None, True),
+    "recipe.schedule.warmup_lr": (0, None, True),
+    "recipe.schedule.min_lr": (0, None, True),
+    "recipe.mixing.mixup_alpha": (0, None, True),
+    "recipe.mixing.cutmix_alpha": (0, None, True),
+    "recipe.mixing.prob": (0, 1, True),
+    "recipe.mixing.switch_prob": (0, 1, True),
+    "recipe.smoothing": (0, 0.999, True),
+    "recipe.clip_grad": (0, None, True),
+    "parallel.tp": (1, None, True),
+    "parallel.pp": (1, None, True),
+    "parallel.dp": (1, None, True),
+    "parallel.embed_weight": (0, None, True),
+    "parallel.head_weight": (0, None, True),
+    "parallel.cut_head_from": (1, None, True),
+    "compute.micro_batch_size": (1, None, True),
+    "compute.eval_micro_batch_size": (1, None, True),
+    "compute.timeout_s": (1, None, True),
+    "cluster.port": (1, 65535, True),
+    "log.every_steps": (1, None, True),
+    "log.eval_every_epochs": (0, None, True),
+    "log.check_replicas_every_steps": (0, None, True),
+}
+# timm arguments that another knob, or the data, decides.
+DECIDED_ELSEWHERE = {
+    "num_classes": "the data source says how many classes there are; leave it out",
+    "in_chans": "the data source says how many channels an image has; leave it out",
+    "img_size": "the data is prepared for one size. Use model.img_size",
+    "pretrained": "every rank reads its own part of a checkpoint. Use model.pretrained=true, or a file",
+    "checkpoint_path": "every rank reads its own part of a checkpoint. Use model.pretrained=<file>",
+}

@@ -1,0 +1,35 @@
+"""Modules of the user that add to what can be built and cut: sharding rules, timm models.
+
+Does not know: what they register (`register_rule`, `timm.models.register_model`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from vit_tp.errors import ConfigError
+
+
+def load_plugins(names: Sequence[str]) -> None:
+    """Import the modules of `plugins=[...]`, in order. A second call finds them imported.
+
+    They are looked for in the working directory first. Ranks are started by `python -m`, which does that already; the
+    `vit-tp` command does not.
+
+    Raises:
+        ConfigError: At the first that cannot be imported, with the reason.
+    """
+    here = os.getcwd()
+    if names and here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    for name in names:
+        try:
+            import_module(name)
+        except Exception as error:  # it is somebody else's code: whatever it raises, the sentence must name it
+            raise ConfigError(
+                f"plugins: {name} cannot be imported from {here} or the installed packages "
+                f"({type(error).__name__}: {error}). Use plugins=[<an importable module>]."
+            ) from error
