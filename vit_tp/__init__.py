@@ -8,6 +8,7 @@ The verbs for people with their own loop, imported when first used, so that `imp
     pipeline(model, topology, loss_fn)   a DeepSpeed PipelineModule of this rank's stages
     initialize(pipe, config)             a DeepSpeed engine with a right norm
     Topology(pp, dp, tp)                 the grid of ranks
+    register_rule(kind, ShardRule(...))  how a class of yours is cut
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from vit_tp.parallel.topology import Topology
     from vit_tp.sharding.convert import shard_
     from vit_tp.sharding.gradients import finish_gradients_
+    from vit_tp.sharding.rule import ShardRule
+    from vit_tp.sharding.rules import register_rule
     from vit_tp.sharding.state import full_state_dict
     from vit_tp.train.engine import initialize
     from vit_tp.train.pipeline import pipeline
@@ -26,19 +29,23 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ShardRule": "vit_tp.sharding.rule",
     "Topology": "vit_tp.parallel.topology",
     "finish_gradients_": "vit_tp.sharding.gradients",
     "full_state_dict": "vit_tp.sharding.state",
     "initialize": "vit_tp.train.engine",
     "pipeline": "vit_tp.train.pipeline",
+    "register_rule": "vit_tp.sharding.rules",
     "shard_": "vit_tp.sharding.convert",
 }
 __all__ = [
+    "ShardRule",
     "Topology",
     "finish_gradients_",
     "full_state_dict",
     "initialize",
     "pipeline",
+    "register_rule",
     "shard_",
 ]
 

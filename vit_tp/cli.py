@@ -16,7 +16,7 @@ from vit_tp.config.types import close_names
 from vit_tp.errors import ConfigError, VitTpError
 from vit_tp.help import USAGE, VERBS, general_help, verb_help
 from vit_tp.launch.env import rank_env, strip_local_rank
-from vit_tp.verbs import evaluate, train
+from vit_tp.verbs import doctor, evaluate, train
 from vit_tp.verbs.job import Request
 
 LAUNCH = {"train": train.launch, "eval": evaluate.launch}
@@ -32,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if answer is not None:
             print(answer, flush=True)
             return 0
+        if words[0] == "doctor":
+            return doctor.run(words[1:])
         env = rank_env(environ)
         request = _parse(words)
         if env is None:

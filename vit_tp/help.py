@@ -15,10 +15,12 @@ WIDTH = 120
 VERBS = {
     "train": "train a model; starts the ranks itself, or is one of them inside a job",
     "eval": "evaluate a finished run, on any grid",
+    "doctor": "say what is installed here, or which models can be cut",
 }
 USAGE = {
     "train": "vit-tp train [OVERRIDE ...]\n       vit-tp train --config-file FILE [OVERRIDE ...]",
     "eval": f"vit-tp eval run=FOLDER [OVERRIDE of {', '.join(SECOND_HALF)} ...]",
+    "doctor": "vit-tp doctor\n       vit-tp doctor --models [PATTERN ...] [plugins=[MODULE,...]]",
 }
 EXAMPLES = {
     "train": [
@@ -27,6 +29,7 @@ EXAMPLES = {
         "vit-tp train model.kwargs.drop_path_rate=0.1 recipe.optimizer.lr=5e-4",
     ],
     "eval": ["vit-tp eval run=runs/digits_smoke", "vit-tp eval run=runs/digits_smoke parallel.tp=1 compute.dtype=bf16"],
+    "doctor": ["vit-tp doctor", "vit-tp doctor --models 'vit_base*' 'deit3*'"],
 }
 
 
@@ -50,6 +53,8 @@ def verb_help(verb: str, choices: Mapping[str, Sequence[str]]) -> str:
     groups = SECOND_HALF if verb == "eval" else ("run", *FIRST_HALF, *SECOND_HALF)
     lines = [f"usage: {USAGE[verb]}", "", VERBS[verb].capitalize() + ".", "", "examples:"]
     lines += [f"  {example}" for example in EXAMPLES[verb]]
+    if verb == "doctor":
+        return "\n".join(lines)
     lines += ["", "choices (GROUP=NAME):"]
     shown = groups if verb == "eval" else choices
     lines += [_entry(group, "  ".join(names)) for group, names in choices.items() if group in shown]

@@ -72,7 +72,7 @@ def train_digits(pp: int, dp: int, tp: int, run_dir: str, overrides: dict[str, A
     figures = train(run, recorder)
     recorder.close()
     if export:
-        stages = run.engine.module.stages
+        stages = run.engine.module.saved_stages
         save_weights(Path(run_dir) / "export", stages, run.all_stages, run.groups, full_precision(run.engine))
     metrics = read_metrics(Path(run_dir)) if is_writer else []
     return {

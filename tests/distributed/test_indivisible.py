@@ -1,4 +1,4 @@
-"""parallel.indivisible (P37): what tp does not divide is refused with the legal sizes, or kept whole, with stock numbers."""
+"""parallel.indivisible (P37): what tp does not divide is refused with legal sizes, or kept whole with stock numbers."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from vit_tp.errors import ConfigError
-from vit_tp.models.stages import build_stage, require_stageable, stage_names
+from vit_tp.models.costs import stage_bounds
+from vit_tp.models.stages import build_stage, stage_names
 from vit_tp.parallel.rng import Clock
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4, "num_classes": 5}
@@ -127,9 +128,24 @@ class Sub(timm.models.vision_transformer.VisionTransformer):
     """May do anything in forward that its stages would not."""
 
 
-@pytest.mark.parametrize("build", [lambda: Sub(depth=1, embed_dim=12), lambda: timm.create_model("resnet18")])
-def test_other_classes_are_refused_by_name(build):
+@pytest.mark.parametrize("build", [lambda: Sub(depth=1, embed_dim=12), lambda: timm.create_model("tnt_s_patch16_224")])
+def test_other_classes_are_one_stage_and_refused_in_pieces(build):
     with torch.device("meta"):
         model = build()
-    with pytest.raises(ConfigError, match=rf"{type(model).__name__} has no stage layout"):
-        require_stageable(model)
+    assert stage_names(model) == ["model"] and stage_bounds(model, 1) == [0, 1]
+    with pytest.raises(
+        ConfigError, match=rf"parallel.pp=2 needs blocks .* those of {type(model).__name__} are not one"
+    ):
+        stage_bounds(model, 2)
+
+
+def test_patches_of_many_sizes_are_refused_by_name():
+    with pytest.raises(ConfigError, match="a pipeline was given a dict; .* vit_tp.shard_, which takes NaFlex dicts"):
+        build_stage(random_model(), "embed")({"patches": torch.zeros(1, 4, 192)})
+
+
+def test_a_layout_that_does_not_name_a_part_is_refused():
+    model = random_model()
+    model.adapter = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="does not say where adapter belongs"):
+        stage_names(model)

@@ -164,12 +164,20 @@ def test_a_class_without_a_rule_is_refused_with_what_is_not_covered(kwargs, name
     )
 
 
-@pytest.mark.parametrize("name", ["resnet18", "swin_tiny_patch4_window7_224", "maxvit_tiny_tf_224", "mvitv2_tiny"])
+@pytest.mark.parametrize("name", ["resnet18", "swin_tiny_patch4_window7_224", "maxvit_tiny_tf_224", "mobilevit_xs"])
 def test_models_of_other_kinds_are_refused_in_one_sentence(name):
     with torch.device("meta"):
         model = timm.create_model(name)
-    with pytest.raises(ShardRuleError, match=f"{type(model).__name__} is not a transformer that vit_tp can cut"):
+    reason = "cannot be cut: it is (hierarchical|a hybrid|a convolutional network).* `vit-tp doctor --models` lists"
+    with pytest.raises(ShardRuleError, match=f"{type(model).__name__} {reason}"):
         plan_cut(model, 1)
+
+
+def test_a_model_of_an_outside_class_is_refused_in_one_sentence():
+    class Mine(nn.Module): ...
+
+    with pytest.raises(ShardRuleError, match="Mine is not a transformer that vit_tp can cut: .* vit_tp.register_rule"):
+        plan_cut(Mine(), 1)
 
 
 def add_child(attention: nn.Module) -> None:

@@ -14,7 +14,7 @@ REFUSED = {
     "heads": ({"parallel__tp": 3}, ["parallel.tp=3", "num_heads=4", "Use parallel.tp=1, 2, 4."]),
     "MLP width": (
         {"parallel__tp": 4, "model__kwargs": {"embed_dim": 36, "num_heads": 4, "mlp_ratio": 2.5, "patch_size": 2}},
-        ["MLP width=90", "Use parallel.tp=1, 2."],
+        ["MLP width=90", "Use parallel.tp=1, 2, or"],
     ),
     "too many stages": ({"parallel__pp": 5}, ["parallel.pp=5", "4 blocks", "Use parallel.pp=4 or less."]),
     "explicit stages": (
@@ -32,20 +32,17 @@ REFUSED = {
         ["dim should be divisible", "model.kwargs"],
     ),
     "unknown argument": ({"model__kwargs": {"num_haeds": 4}}, ["num_haeds", "model.kwargs"]),
-    "another family": (
-        {"model__timm": "eva02_tiny_patch14_224", "model__kwargs": {}, "parallel__tp": 3},
-        ["Eva", "stage layout"],
+    "hierarchical": (
+        {"model__timm": "swin_tiny_patch4_window7_224", "model__kwargs": {}, "model__img_size": None},
+        ["swin_tiny_patch4_window7_224 cannot be cut: it is hierarchical", "vit-tp doctor --models"],
     ),
-    "norm across the cut": (
-        {
-            "parallel__tp": 2,
-            "model__kwargs": {"embed_dim": 32, "num_heads": 4, "patch_size": 2, "scale_mlp_norm": True},
-        },
-        ["mlp.norm", "span the cut axis"],
+    "two streams": (
+        {"model__timm": "tnt_s_patch16_224", "model__kwargs": {}, "model__img_size": None, "parallel__pp": 2},
+        ["TNT", "two streams", "parallel.pp=1"],
     ),
-    "packed MLP": (
-        {"parallel__tp": 2, "model__timm": "vit_giant_patch14_dinov2", "model__kwargs": {}, "model__img_size": 28},
-        ["GluMlp", "no sharding rule"],
+    "no classifier": (
+        {"model__timm": "gemma4_vit_167m_enc", "model__kwargs": {}, "model__img_size": None},
+        ["Gemma4VitEncoder is an encoder without a classifier", "*_enc"],
     ),
     "no pooling": (
         {"model__kwargs": {"embed_dim": 32, "num_heads": 4, "patch_size": 2, "class_token": False, "global_pool": ""}},

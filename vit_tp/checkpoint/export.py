@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from vit_tp.config.atomic import replacing, write_atomically
 from vit_tp.errors import CheckpointError
-from vit_tp.models.stages import Stage
-from vit_tp.models.weights import Fill
+from vit_tp.models.stages import TABLES, Stage
+from vit_tp.models.weights import Fill, FirstWeights
 from vit_tp.parallel.groups import Groups
 from vit_tp.sharding.state import full_tensor
 
@@ -43,28 +43,39 @@ def save_weights(
 
     Args:
         folder: Where the files go; made if needed.
-        stages: What this rank holds.
+        stages: What this rank saves.
         all_stages: Names of all stages of the model, in order.
         groups: This rank's peers.
         weights_of: This rank's slice of a parameter as it should be saved; collective over dp.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    names = [TABLES, *all_stages]
     is_writer = groups.place.tp == 0 and groups.place.dp == 0
     for stage in stages:
         whole = {
-            name: full_tensor(param, weights_of(param), groups.tp_group).cpu().contiguous()
-            for name, param in stage.named_timm_parameters()
+            name: _whole(tensor, weights_of, groups).cpu().contiguous() for name, tensor in stage.named_timm_tensors()
         }
         if is_writer:
-            _save(whole, folder / _part(all_stages, stage.name))
+            _save(whole, folder / _part(names, stage.name))
     dist.barrier()
     if groups.rank == 0:
-        _finish(folder, [folder / _part(all_stages, name) for name in all_stages])
+        _finish(folder, [path for name in names if (path := folder / _part(names, name)).exists()])
     dist.barrier()
 
 
-def fill_from(folder: Path) -> Fill:
+def _whole(tensor: Tensor, weights_of: Callable[[nn.Parameter], Tensor], groups: Groups) -> Tensor:
+    """Return a parameter or buffer as all ranks together hold it. Collective over tp and dp."""
+    if not isinstance(tensor, nn.Parameter):
+        return tensor
+    return full_tensor(tensor, weights_of(tensor), groups.tp_group)
+
+
+def fill_from(folder: Path, drawn: FirstWeights) -> Fill:
     """Return a fill that reads a stage's weights from what `save_weights` wrote.
+
+    Args:
+        folder: Of the export.
+        drawn: Gives what no file holds, such as the indices of a position table.
 
     Raises:
         CheckpointError: If there are no weights.
@@ -77,7 +88,9 @@ def fill_from(folder: Path) -> Fill:
         raise CheckpointError(f"{folder} holds no {WEIGHTS}, so there are no weights to load. Name a finished run.")
 
     def fill(model: nn.Module, stage: Stage) -> None:
-        for name, param in stage.named_timm_parameters():
+        saved = dict(stage.named_timm_tensors())
+        drawn(model, stage, skip=saved)
+        for name, param in saved.items():
             file = folder / (WEIGHTS if where is None else where.get(name, WEIGHTS))
             param.copy_(_read(file, name, param))
 
@@ -136,4 +149,4 @@ def _sizes(part: Path) -> Iterator[tuple[str, int]]:
             yield name, torch.Size(view.get_shape()).numel() * _BYTES[view.get_dtype()]
 
 
-_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8}

@@ -32,7 +32,7 @@ from vit_tp.config import ModelConfig
 from vit_tp.errors import CheckpointError, ConfigError, VitTpError
 from vit_tp.models.build import build_model
 from vit_tp.models.stages import Stage
-from vit_tp.models.weights import Fill
+from vit_tp.models.weights import Fill, FirstWeights
 
 
 class LoadCall(NamedTuple):
@@ -47,7 +47,7 @@ class LoadCall(NamedTuple):
     arguments: dict[str, Any]
 
 
-def start_from(model: ModelConfig, num_classes: int, in_chans: int, drawn: Fill) -> Fill:
+def start_from(model: ModelConfig, num_classes: int, in_chans: int, drawn: FirstWeights) -> Fill:
     """Return the fill that a training starts from: `drawn` alone, or a checkpoint's weights over it.
 
     What the checkpoint does not hold, such as a head for other classes or a table that is computed, stays as drawn.
@@ -67,20 +67,12 @@ def start_from(model: ModelConfig, num_classes: int, in_chans: int, drawn: Fill)
     weights = open_pretrained(model, num_classes, in_chans).weights
 
     def fill(whole: nn.Module, stage: Stage) -> None:
-        drawn(whole, stage)
-        for name, tensor in _named_tensors(stage):
+        drawn(whole, stage, skip=weights)
+        for name, tensor in stage.named_timm_tensors():
             if name in weights:
                 tensor.copy_(weights[name])
 
     return fill
-
-
-def _named_tensors(stage: Stage) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a checkpoint holds of a stage: its parameters, and buffers such as a BatchNorm's statistics."""
-    yield from stage.named_timm_parameters()
-    for name, tensor in stage.inner.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, nn.Parameter):
-            yield stage.prefix + name, tensor
 
 
 def open_pretrained(model: ModelConfig, num_classes: int, in_chans: int) -> Fitted:

@@ -1,8 +1,8 @@
 """Every knob: its name, type, default and one line of text.
 
-The dataclasses are the schema that the YAML files in conf/ fill with values. The first half (plugins, task, model, data,
-recipe and run.seed) is what is learnt, and makes the fingerprint; the second half (parallel, compute, cluster, log) is
-how it is run and may not change the result.
+The dataclasses are the schema that the YAML files in conf/ fill with values. The first half (plugins, task, model,
+data, recipe and run.seed) is what is learnt, and makes the fingerprint; the second half (parallel, compute, cluster,
+log) is how it is run and may not change the result.
 
 Does not know: which values make sense (checks.py).
 """

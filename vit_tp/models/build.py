@@ -10,6 +10,7 @@ import warnings
 
 import timm
 import torch
+from timm.models import get_model_input_config
 from torch import nn
 
 from vit_tp.config import ModelConfig
@@ -46,6 +47,5 @@ def build_model(model: ModelConfig, num_classes: int, in_chans: int) -> nn.Modul
 
 
 def input_shape(model: nn.Module, micro_batch_size: int) -> tuple[int, int, int, int]:
-    """Return the shape (B, channels, Y, X) of the images that a model takes."""
-    height, width = model.patch_embed.img_size
-    return micro_batch_size, model.in_chans, height, width
+    """Return the shape (B, channels, Y, X) of the images that a model takes, or was made for where it takes any."""
+    return micro_batch_size, *get_model_input_config(model)["input_size"]

@@ -8,14 +8,15 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from vit_tp.errors import ConfigError
 from vit_tp.models.build import input_shape
 from vit_tp.models.partition import explicit, partition, weighted
-from vit_tp.models.stages import build_stage, require_stageable, stage_names
+from vit_tp.models.stages import WHOLE, build_stage, num_blocks, stage_names
 
 
 def stage_parameters(model: nn.Module) -> list[int]:
     """Return the number of parameters of each stage, in order."""
-    return [sum(p.numel() for p in build_stage(model, name).parameters()) for name in stage_names(model)]
+    return [sum(p.numel() for p in build_stage(model, name).inner.parameters()) for name in stage_names(model)]
 
 
 def stage_flops(model: nn.Module) -> list[int]:
@@ -54,7 +55,13 @@ def stage_bounds(
     Raises:
         ConfigError: If the model has no stage layout, too few blocks, or the list does not fit it.
     """
-    require_stageable(model)
+    if stage_names(model) == [WHOLE]:
+        if pp > 1:
+            raise ConfigError(
+                f"parallel.pp={pp} needs blocks that pass on one tensor, and those of {type(model).__name__} are not one "
+                f"list of them (two streams, or a class without a stage layout). Use parallel.pp=1 with parallel.tp."
+            )
+        return [0, 1]
     if not isinstance(by, str):
-        return explicit(by, len(model.blocks), pp)
+        return explicit(by, num_blocks(model), pp)
     return partition(weighted(COSTS[by](model), embed_weight, head_weight), pp)

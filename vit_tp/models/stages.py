@@ -1,8 +1,8 @@
-"""The model as a flat list of stages: embed, one per block, head. One (B, N, C) tensor crosses from each to the next.
+"""The model as a flat list of stages: embed, one per block, head. One float tensor crosses from each to the next.
 
-Every stage runs timm's own code. The two ends are *shells*: the timm model itself without what other stages hold, so
-that `forward_features` of the one gives the tokens before the first block and `norm` and `forward_head` of the other
-give the logits. A block stage holds timm's block.
+Every stage runs timm's own code in a *shell*: the timm model itself without what other stages hold, so names stay
+timm's. The embedding's shell runs forward up to its first block; a block's runs that block with what timm would hand
+to it (layouts.py); the head's runs the end of forward. A class without a layout is one stage that runs whole.
 
 Does not know: ranks, groups, DeepSpeed.
 """
@@ -10,133 +10,264 @@ Does not know: ranks, groups, DeepSpeed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from vit_tp.errors import ConfigError
+from vit_tp.models.build import input_shape
+from vit_tp.models.families import Grid
+from vit_tp.models.layouts import Layout, layout_of
 from vit_tp.parallel.rng import Clock
 
-EMBED_MODULES = ("patch_embed", "pos_drop", "patch_drop", "norm_pre")
-EMBED_PARAMS = ("cls_token", "reg_token", "pos_embed")
-HEAD_MODULES = ("norm", "attn_pool", "fc_norm", "head_drop", "head")
+WHOLE = "model"
+TABLES = "tables"
 
 
 class Stage(nn.Module):
     """One element of the pipeline list.
 
     Args:
-        inner: The timm module that it runs.
-        name: "embed", "blocks.<i>" or "head": seeds its weights and its random numbers.
-        prefix: What stands before the names of `inner` in the timm model.
+        inner: A shell of the timm model with the parts that this stage holds.
+        name: "embed", "blocks.<i>", "head", or "model" where all is one stage.
         clock: Where training stands, for the random numbers; None leaves the default generator alone.
     """
 
-    def __init__(self, inner: nn.Module, name: str, prefix: str, clock: Clock | None = None) -> None:
+    def __init__(self, inner: nn.Module, name: str, clock: Clock | None = None) -> None:
         super().__init__()
         self.inner = inner
         self.name = name
-        self.prefix = prefix
         self.clock = clock
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.clock is None:
-            return self.run(x)
-        with self.clock.randomness(x.device, self.name):
+        with self.randomness(x, self.name):
             return self.run(x)
 
     def run(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def randomness(self, x: Tensor, purpose: str) -> AbstractContextManager[None]:
+        """Return a context in which what is random follows from the moment and the purpose alone."""
+        if not self.training or self.clock is None:
+            return nullcontext()
+        return self.clock.randomness(x.device, purpose)
+
     def named_timm_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this stage's parameters under the names that timm gives them."""
-        for name, param in self.inner.named_parameters():
-            yield self.prefix + name, param
+        yield from self.inner.named_parameters()
+
+    def named_timm_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what a checkpoint holds of this stage: parameters, and buffers such as a BatchNorm's statistics."""
+        yield from self.inner.state_dict(keep_vars=True).items()
+
+
+class Tables(Stage):
+    """What every block of a model reads: rotary frequencies, shared position biases. No element of the list itself.
+
+    Each pipeline rank holds all of it, and all its block stages the same modules.
+    """
 
 
 class EmbedStage(Stage):
-    """(B, channels, Y, X) -> (B, N, C)."""
+    """(B, channels, Y, X) -> (B, N, C).
+
+    Args:
+        img_size: Height and width in pixels that the blocks' tables are made for; None takes any.
+    """
+
+    def __init__(self, inner: nn.Module, name: str, clock: Clock | None, img_size: Grid | None) -> None:
+        super().__init__(inner, name, clock)
+        self.img_size = img_size
 
     def run(self, x: Tensor) -> Tensor:
-        dtype = next(self.inner.patch_embed.parameters()).dtype  # DeepSpeed does not cast inputs in bf16
-        return self.inner.forward_features(x.to(dtype)).contiguous()
+        require_images(x, self.img_size)
+        try:
+            self.inner(x.to(next(self.inner.parameters()).dtype))  # DeepSpeed does not cast inputs in bf16
+        except _ReachedBlocks as reached:
+            return reached.tokens.contiguous()
+        raise RuntimeError(f"{type(self.inner).__name__}.forward did not come to its blocks.")
 
 
 class BlockStage(Stage):
-    """(B, N, C) -> (B, N, C)."""
+    """(B, N, C) -> (B, N, C).
+
+    Args:
+        tables: What every block reads.
+        layout: Of the model's class.
+        grid: Rows and columns of patches.
+    """
+
+    def __init__(
+        self, inner: nn.Module, name: str, clock: Clock | None, tables: Tables, layout: Layout, grid: Grid | None
+    ) -> None:
+        super().__init__(inner, name, clock)
+        self.tables = tables
+        self.layout, self.grid = layout, grid
+        self.index = int(name.rpartition(".")[2])
+
+    @property
+    def block(self) -> nn.Module:
+        return self.inner.get_submodule(f"{self.layout.blocks}.{self.index}")
 
     def run(self, x: Tensor) -> Tensor:
-        return self.inner(x).contiguous()
+        with self.randomness(x, TABLES):  # every block makes the same tables
+            arguments = self.layout.arguments(self._around(), self.index, x, self.grid)
+        return self.block(**{"x": x, **arguments}).contiguous()
+
+    def _around(self) -> nn.Module:
+        """Return what timm's loop over the blocks sees of the model: the tables, and what this stage holds."""
+        around, own = (shell.get_submodule(self.layout.owner) for shell in (self.tables.inner, self.inner))
+        around = copy.copy(around)
+        around._parameters = {**around._parameters, **{n: p for n, p in own._parameters.items() if p is not None}}
+        around.training = self.training
+        return around
 
 
 class HeadStage(Stage):
-    """(B, N, C) -> (B, K) float32: a loss of bf16 logits would be bf16 itself, with two or three digits."""
+    """(B, N, C) -> (B, K) float32: a loss of bf16 logits would be bf16 itself, with two or three digits.
+
+    Args:
+        layout: Of the model's class.
+        grid: Rows and columns of patches.
+    """
+
+    def __init__(self, inner: nn.Module, name: str, clock: Clock | None, layout: Layout, grid: Grid | None) -> None:
+        super().__init__(inner, name, clock)
+        self.layout, self.grid = layout, grid
 
     def run(self, x: Tensor) -> Tensor:
-        logits = self.inner.forward_head(self.inner.norm(x))
-        return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        return _float(self.layout.finish(self.inner, x, self.grid))
 
 
-def require_stageable(model: nn.Module) -> None:
-    """Raise if a model cannot be laid out as embed, blocks and head.
+class WholeStage(Stage):
+    """(B, channels, Y, X) -> (B, K) float32, for a class that has no layout."""
 
-    Raises:
-        ConfigError: For any class but timm's `VisionTransformer`.
-    """
-    if type(model) is not VisionTransformer:
-        raise ConfigError(
-            f"{type(model).__module__}.{type(model).__name__} has no stage layout; only timm's VisionTransformer can "
-            f"be cut into pipeline stages in this version. Use a model.timm of that class, such as "
-            f"vit_base_patch16_224."
-        )
+    def run(self, x: Tensor) -> Tensor:
+        require_images(x, None)
+        return _float(self.inner(x.to(next(self.inner.parameters()).dtype)))
 
 
 def stage_names(model: nn.Module) -> list[str]:
     """Return the names of all stages, in order."""
-    return ["embed", *(f"blocks.{i}" for i in range(len(model.blocks))), "head"]
+    layout = layout_of(model)
+    if layout is None:
+        return [WHOLE]
+    return ["embed", *(f"blocks.{i}" for i in range(len(model.get_submodule(layout.blocks)))), "head"]
 
 
-def build_stage(model: nn.Module, name: str, clock: Clock | None = None) -> Stage:
+def num_blocks(model: nn.Module) -> int:
+    """Return how many block stages a model has."""
+    return max(len(stage_names(model)) - 2, 0)
+
+
+def build_stage(model: nn.Module, name: str, clock: Clock | None = None, tables: Tables | None = None) -> Stage:
     """Return one stage around parts of the model, sharing its tensors (on meta, or real).
 
     Args:
         model: The whole timm model.
-        name: One of `stage_names`.
+        name: One of `stage_names`, or "tables".
         clock: See `Stage`.
+        tables: For a block, the tables that it shares with others; None builds them.
     """
+    layout = layout_of(model)
+    if layout is None:
+        return WholeStage(copy.copy(model), WHOLE, clock)
+    _, _, *img_size = input_shape(model, 1)
+    grid = layout.grid(model.get_submodule(layout.owner), tuple(img_size)) if layout.grid else None
+    if name == TABLES:
+        shell = _shell(model, layout.tables, layout.owner)
+        _draw_apart_(_owner(shell, layout), layout, clock)
+        return Tables(shell, name, clock)
     if name == "embed":
-        return EmbedStage(_shell(model, EMBED_MODULES, EMBED_PARAMS), name, "", clock)
+        shell = _shell(model, layout.embed, layout.owner)
+        _owner(shell, layout)._modules["blocks"] = nn.Sequential(_Blocks())
+        _draw_apart_(_owner(shell, layout), layout, clock)
+        return EmbedStage(shell, name, clock, tuple(img_size) if layout.grid else None)
     if name == "head":
-        return HeadStage(_shell(model, HEAD_MODULES, ()), name, "", clock)
-    return BlockStage(model.get_submodule(name), name, f"{name}.", clock)
+        return HeadStage(_shell(model, layout.head, layout.owner), name, clock, layout, grid)
+    index = int(name.rpartition(".")[2])
+    shell = _shell(model, [path for path, block in layout.of_block(model).items() if block == index], layout.owner)
+    only = nn.ModuleList()
+    only.add_module(str(index), model.get_submodule(layout.blocks)[index])
+    _owner(shell, layout)._modules["blocks"] = only
+    return BlockStage(shell, name, clock, tables or build_stage(model, TABLES, clock), layout, grid)
 
 
-def initialiser(model: nn.Module, stage: Stage) -> nn.Module:
-    """Return a timm model whose `init_weights` initialises the parameters of one stage and no other real tensor.
+def require_images(x: object, img_size: Grid | None) -> None:
+    """Raise unless x is a batch of images of the size that the stages were laid out for.
 
-    For a block it is the whole stack with the other blocks on meta, for timm scales by depth and looks at names.
+    Raises:
+        ConfigError: For a dict of patches, or another size.
     """
-    if not isinstance(stage, BlockStage):
-        return stage.inner
-    stack = _shell(model, ("blocks",), ())
-    index = int(stage.name.rpartition(".")[2])
-    stack.blocks = nn.Sequential(*(stage.inner if i == index else block for i, block in enumerate(model.blocks)))
-    return stack
+    if not isinstance(x, Tensor):
+        raise ConfigError(
+            f"a pipeline was given a {type(x).__name__}; its stages pass on one tensor of one shape, which patches of "
+            f"many sizes do not make. Use images of one size, or vit_tp.shard_, which takes NaFlex dicts."
+        )
+    if img_size is not None and tuple(x.shape[-2:]) != img_size:
+        raise ConfigError(
+            f"images are {' x '.join(map(str, x.shape[-2:]))} and the stages were laid out for "
+            f"{' x '.join(map(str, img_size))}; the position tables of the blocks would not fit. "
+            f"Use images of that size, or another model.img_size."
+        )
 
 
-def _shell(model: nn.Module, modules: tuple[str, ...], params: tuple[str, ...]) -> nn.Module:
-    """Return a shallow copy of the model that holds only the named children and parameters."""
+class _ReachedBlocks(Exception):
+    """Ends the embedding's forward with what its first block would have been given."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+
+
+class _Blocks(nn.Module):
+    """Stands in the place of the blocks of an embedding's shell."""
+
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        raise _ReachedBlocks(x)
+
+
+class _DrawnApart(nn.Module):
+    """Patch dropout whose kept patches embedding and blocks draw alike, each for itself."""
+
+    def __init__(self, dropout: nn.Module, clock: Clock | None) -> None:
+        super().__init__()
+        self.dropout, self.clock = dropout, clock
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.clock is None or not self.training:
+            return self.dropout(x)
+        with self.clock.randomness(x.device, "patch_drop"):
+            return self.dropout(x)
+
+
+def _draw_apart_(owner: nn.Module, layout: Layout, clock: Clock | None) -> None:
+    if "patch_drop" in layout.tables and owner._modules.get("patch_drop") is not None:
+        owner._modules["patch_drop"] = _DrawnApart(owner.patch_drop, clock)
+
+
+def _float(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _owner(shell: nn.Module, layout: Layout) -> nn.Module:
+    return shell.get_submodule(layout.owner)
+
+
+def _shell(model: nn.Module, paths: Collection[str], owner: str = "") -> nn.Module:
+    """Return a shallow copy of a model that holds only the parts at some paths.
+
+    Args:
+        model: The model, or a child on the way to the owner of its blocks.
+        paths: Parts to keep, from `model`.
+        owner: Path of the module that holds the blocks, of which a shell is kept in any case.
+    """
     shell = copy.copy(model)
-    shell._parameters = {name: p if name in params else None for name, p in model._parameters.items()}
-    shell._modules = {
-        name: child if name in modules or child is None else _empty(name) for name, child in model._modules.items()
-    }
-    if "attn_pool" not in modules and "attn_pool" in shell._modules:
-        shell._modules["attn_pool"] = None  # timm asks `is not None`
+    shell._parameters = {name: p if name in paths else None for name, p in model._parameters.items()}
+    shell._buffers = {name: b if name in paths else None for name, b in model._buffers.items()}
+    shell._modules = {name: child if name in paths else None for name, child in model._modules.items()}
+    if owner:
+        below = [path.removeprefix(f"{owner}.") for path in paths if path.startswith(f"{owner}.")]
+        shell._modules[owner] = _shell(model._modules[owner], below)
     return shell
-
-
-def _empty(name: str) -> nn.Module:
-    return nn.Sequential() if name == "blocks" else nn.Identity()

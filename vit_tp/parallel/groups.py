@@ -25,6 +25,7 @@ class Groups:
         topology: The grid.
         rank: This rank.
         tp_group: Exchanges inside cut attention and MLP.
+        pp_group: The stages of one replica at one tp rank: gradients of tables that all of them hold.
         image_group: The tp peers of a first stage: samples go from tp rank 0 to the others.
         target_group: Both ends of one replica's pipeline (gloo, on GPUs too): step headers and targets. Middle stages
             hold no handle (None).
@@ -33,6 +34,7 @@ class Groups:
     topology: Topology
     rank: int
     tp_group: ProcessGroup
+    pp_group: ProcessGroup
     image_group: ProcessGroup
     target_group: ProcessGroup | None
 
@@ -69,6 +71,7 @@ def build_groups(topology: Topology, timeout: timedelta = DEFAULT_TIMEOUT) -> Gr
         topology=topology,
         rank=rank,
         tp_group=mine(tp_peers),
+        pp_group=mine(topology.all_peers("pp")),
         image_group=mine(tp_peers),
         target_group=mine([feed_ranks(topology, dp) for dp in range(topology.dp)], backend="gloo"),
     )

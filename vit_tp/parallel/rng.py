@@ -55,6 +55,9 @@ class Clock:
     step: int = 0
     micro_batch: int = 0
 
+    def __deepcopy__(self, memo: dict) -> Clock:
+        return self  # a stage that is copied to be made real keeps its pipeline's time
+
     def start_step(self, step: int, first_micro_batch: int) -> None:
         """Stand before the first micro-batch that this replica has in a step."""
         self.step, self.micro_batch = step, first_micro_batch - 1

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from vit_tp.models.build import input_shape
-from vit_tp.models.stages import build_stage, stage_names
+from vit_tp.models.stages import BlockStage, build_stage, stage_names
 from vit_tp.sharding.convert import CUT_HEAD_FROM, cut_
 
 
@@ -41,6 +41,9 @@ class OneOfMany:
     def leave(self, x: Tensor) -> Tensor:
         return x.view_as(x)
 
+    def total(self, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
 
 def live_micro_batches(pp: int, grad_accum_steps: int) -> list[int]:
     """Return how many micro-batches each pipeline rank holds between forward and backward under 1F1B.
@@ -58,11 +61,13 @@ class StagePlan:
         name: Of the stage.
         num_params: Parameters of its slice.
         activation_bytes: What one micro-batch's forward leaves saved.
+        num_table_params: Parameters of tables that it shares with the other blocks of its rank.
     """
 
     name: str
     num_params: int
     activation_bytes: int
+    num_table_params: int = 0
 
 
 def plan_stages(
@@ -86,13 +91,15 @@ def plan_stages(
     plans = []
     x = torch.empty(input_shape(model, micro_batch_size), dtype=dtype, device="meta")
     for name in stage_names(model):
-        stage = build_stage(model, name)
-        stage.inner = copy.deepcopy(stage.inner).to(dtype)
-        cut_(stage.inner, OneOfMany(tp_size), name=name, cut_head_from=cut_head_from, indivisible=indivisible)
+        stage = copy.deepcopy(build_stage(model, name)).to(dtype)
+        tables = [stage.tables] if isinstance(stage, BlockStage) else []
+        for part in (stage, *tables):
+            cut_(part.inner, OneOfMany(tp_size), cut_head_from=cut_head_from, indivisible=indivisible)
         weights = {p.untyped_storage() for p in stage.parameters()}
-        x, saved = _forward_and_saved(stage, x.detach().requires_grad_(name != "embed"))
+        x, saved = _forward_and_saved(stage, x.detach().requires_grad_(bool(plans)))
         activation_bytes = sum(storage.nbytes() for storage in saved - weights)
-        plans.append(StagePlan(name, sum(p.numel() for p in stage.parameters()), activation_bytes))
+        own, shared = (sum(p.numel() for part in held for p in part.inner.parameters()) for held in ([stage], tables))
+        plans.append(StagePlan(name, own, activation_bytes, shared))
     return plans
 
 
@@ -126,7 +133,13 @@ def plan_ranks(stages: Sequence[StagePlan], bounds: Sequence[int], grad_accum_st
     alive = live_micro_batches(len(bounds) - 1, grad_accum_steps)
     held = [stages[start:stop] for start, stop in zip(bounds, bounds[1:])]
     return [
-        RankPlan(own[0].name, own[-1].name, sum(s.num_params for s in own), n, n * sum(s.activation_bytes for s in own))
+        RankPlan(
+            own[0].name,
+            own[-1].name,
+            sum(s.num_params for s in own) + max(s.num_table_params for s in own),
+            n,
+            n * sum(s.activation_bytes for s in own),
+        )
         for n, own in zip(alive, held)
     ]
 

@@ -15,7 +15,7 @@ from timm.optim import create_optimizer_v2
 from torch import nn
 
 from vit_tp.config import OptimizerConfig
-from vit_tp.config.checks import NAMES
+from vit_tp.config.limits import NAMES
 from vit_tp.errors import ConfigError
 
 

@@ -32,11 +32,22 @@ def sum_partial_(
         tp_group: The ranks that share each weight.
         grad_of: Where the gradient of a parameter lies.
     """
-    grads = [grad_of(p) for p in partial_parameters(params)]
-    if not grads or tp_group.size() == 1:
+    sum_(partial_parameters(params), tp_group, grad_of)
+
+
+def sum_(params: Iterable[nn.Parameter], group: ProcessGroup, grad_of: Callable[[nn.Parameter], Tensor]) -> None:
+    """Sum the gradients of trainable parameters over a group, in place, with one exchange.
+
+    Args:
+        params: The same on every rank of the group, in the same order.
+        group: The ranks that each have a part.
+        grad_of: Where the gradient of a parameter lies.
+    """
+    grads = [grad_of(p) for p in params if p.requires_grad]
+    if not grads or group.size() == 1:
         return
     flat = torch.cat([g.reshape(-1) for g in grads])
-    dist.all_reduce(flat, group=tp_group)
+    dist.all_reduce(flat, group=group)
     for grad, total in zip(grads, flat.split([g.numel() for g in grads])):
         grad.copy_(total.view_as(grad))
 

@@ -78,10 +78,17 @@ def mark(param: nn.Parameter, placement: Placement) -> None:
 def counts_in_norm(param: nn.Parameter, tp_rank: int) -> bool:
     """Return whether a rank counts a parameter in the gradient norm: its own slices, and whole tensors once.
 
-    A table that several pipeline stages hold is marked `counted_elsewhere` on all but the first.
+    A table that several pipeline stages hold is counted by one of them.
     """
-    if getattr(param, "counted_elsewhere", False):
-        return False
+    return not getattr(param, "ds_pipe_replicated", False) and _is_counted_over_tp(param, tp_rank)
+
+
+def count_elsewhere(param: nn.Parameter) -> None:
+    """Mark a parameter that another pipeline stage holds too and counts in the norm, in DeepSpeed's own way."""
+    param.ds_pipe_replicated = True
+
+
+def _is_counted_over_tp(param: nn.Parameter, tp_rank: int) -> bool:
     return tp_rank == 0 or isinstance(placement_of(param), Sharded)
 
 

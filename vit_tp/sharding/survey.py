@@ -9,6 +9,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from vit_tp.models.build import input_shape
 from vit_tp.models.layouts import layout_of
 from vit_tp.sharding.convert import legal_tp_sizes, plan_cut
 
@@ -24,8 +25,8 @@ class Survey:
         cut: Classes of attention and MLP that are cut.
         tp_sizes: Ranks that could share each weight, up to MAX_TP.
         num_params: Of the whole model.
-        num_tokens: Sequence length in the first block at the model's own input size; None where it has none.
-        has_stages: Whether it can be laid out on pipeline stages.
+        num_tokens: Sequence length in the first block at the model's own input size; None where it has no blocks.
+        stages: "yes" where it can be laid out on pipeline stages; else why not, in a word.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Survey:
     tp_sizes: list[int]
     num_params: int
     num_tokens: int | None
-    has_stages: bool
+    stages: str
 
 
 def survey(name: str) -> Survey:
@@ -49,7 +50,9 @@ def survey(name: str) -> Survey:
     matches = plan_cut(model, tp_size=1)
     kinds = dict.fromkeys(type(match.module).__name__ for match in matches if match.rule.row)
     legal = [tp for tp in legal_tp_sizes(matches) if tp <= MAX_TP]
-    return Survey(name, " + ".join(kinds), legal, num_params, _num_tokens(model), layout_of(model) is not None)
+    streams = _streams(model)
+    stages = "yes" if layout_of(model) else "two streams" if len(streams) > 1 else "no layout"
+    return Survey(name, " + ".join(kinds), legal, num_params, max(streams, default=None), stages)
 
 
 class _Stop(Exception):
@@ -57,8 +60,8 @@ class _Stop(Exception):
 
 
 @torch.no_grad()
-def _num_tokens(model: nn.Module) -> int | None:
-    """Return the longest sequence that enters the first block, prefix tokens included."""
+def _streams(model: nn.Module) -> list[int]:
+    """Return the length of each sequence that enters the first block, prefix tokens included."""
     found: list[int] = []
 
     def note(block: nn.Module, args: tuple) -> None:
@@ -68,12 +71,12 @@ def _num_tokens(model: nn.Module) -> int | None:
 
     blocks = getattr(getattr(model, "encoder", model), "blocks", None)
     if not blocks:
-        return None
+        return []
     hook = blocks[0].register_forward_pre_hook(note)
     try:
-        model.eval()(torch.empty(2, *model.pretrained_cfg["input_size"], device="meta"))
+        model.eval()(torch.empty(input_shape(model, 2), device="meta"))
     except _Stop:
         pass
     finally:
         hook.remove()
-    return max(found)
+    return found

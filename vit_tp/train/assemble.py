@@ -22,7 +22,7 @@ from vit_tp.data.spec import DataSpec, Source
 from vit_tp.models.build import build_model, input_shape
 from vit_tp.models.dtypes import DTYPES
 from vit_tp.models.stages import stage_names
-from vit_tp.models.weights import initialise
+from vit_tp.models.weights import FirstWeights
 from vit_tp.parallel.groups import Groups, build_groups, limit_waiting
 from vit_tp.parallel.rng import seed_from
 from vit_tp.parallel.topology import Topology
@@ -129,10 +129,11 @@ def assemble(config: Config, topology: Topology, device: torch.device, weights: 
     timeout = timedelta(seconds=config.compute.timeout_s)
     groups = build_groups(topology, timeout)
     task = build_task(config, spec.num_classes)
+    drawn = FirstWeights(config.run.seed)
     if weights is None:
-        fill = start_from(config.model, spec.num_classes, spec.in_chans, initialise(config.run.seed))
+        fill = start_from(config.model, spec.num_classes, spec.in_chans, drawn)
     else:
-        fill = fill_from(weights)
+        fill = fill_from(weights, drawn)
     pipe = pipeline(
         model,
         topology,

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from vit_tp.config import OptimizerConfig
 from vit_tp.errors import ConfigError
+from vit_tp.models.stages import require_images
 from vit_tp.parallel.groups import limit_waiting
 from vit_tp.recipe.optimizer import build_optimizer, param_groups
-from vit_tp.sharding.gradients import squared_norm, sum_partial_
+from vit_tp.sharding.gradients import squared_norm, sum_, sum_partial_
 from vit_tp.train.pipeline import VitPipeline
 
 MAX_BUCKET_ELEMENTS = 50_000_000
@@ -45,8 +46,14 @@ class VitEngine(PipelineEngine):
 
     def _exec_reduce_tied_grads(self) -> None:
         super()._exec_reduce_tied_grads()
-        held = "_hp_grad" if self.using_bf16_optimizer else "grad"
-        sum_partial_(self.module.parameters(), self.module.groups.tp_group, lambda p: getattr(p, held))
+        held, groups = "_hp_grad" if self.using_bf16_optimizer else "grad", self.module.groups
+        sum_partial_(self.module.parameters(), groups.tp_group, lambda p: getattr(p, held))
+        sum_(self.module.table_parameters(), groups.pp_group, lambda p: getattr(p, held))
+
+    def _next_batch(self) -> Any:
+        batch = super()._next_batch()
+        require_images(batch[0], None)  # DeepSpeed would stop with an assertion that names nothing
+        return batch
 
     # The engine looks functions up by instruction, so an override alone would not be called.
     _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: _exec_reduce_tied_grads}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -12,8 +14,8 @@ from torch import Tensor, nn
 
 from vit_tp.errors import ConfigError
 from vit_tp.models.costs import stage_bounds
-from vit_tp.models.stages import Stage, stage_names
-from vit_tp.models.weights import Fill, initialise, materialise
+from vit_tp.models.stages import TABLES, BlockStage, Stage, Tables, stage_names
+from vit_tp.models.weights import Fill, FirstWeights, materialise
 from vit_tp.parallel.groups import Groups, build_groups
 from vit_tp.parallel.regions import Region, build_region
 from vit_tp.parallel.rng import Clock
@@ -21,31 +23,53 @@ from vit_tp.parallel.topology import Topology
 from vit_tp.recipe.optimizer import no_decay_names
 from vit_tp.sharding.convert import CUT_HEAD_FROM, cut_, plan_cut
 from vit_tp.sharding.indivisible import require_cut
+from vit_tp.sharding.placement import count_elsewhere
 from vit_tp.train.communication import start_communication
 
 
-class StageSpec(LayerSpec):
-    """A stage that is made, filled and cut when DeepSpeed builds it, on the ranks that hold it only."""
+@dataclass
+class StageBuilder:
+    """Makes, fills and cuts the stages of one rank.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        name: str,
-        fill: Fill,
-        region: Region,
-        clock: Clock,
-        cut_head_from: int,
-        indivisible: str,
-    ) -> None:
+    Args:
+        model: The whole timm model.
+        fill: Where the weights of a model on meta come from.
+        region: Where partial sums are exchanged.
+        clock: Shared by all stages.
+        cut_head_from: Number of classes from which on the classifier is cut over tp.
+        indivisible: See `plan_cut`.
+    """
+
+    model: nn.Module
+    fill: Fill
+    region: Region
+    clock: Clock
+    cut_head_from: int
+    indivisible: str
+
+    @cached_property
+    def tables(self) -> Tables:
+        """What all block stages of this rank read."""
+        return self._cut(materialise(self.model, TABLES, self.fill, self.clock))
+
+    def build(self, name: str) -> Stage:
+        tables = self.tables if name.startswith("blocks.") else None
+        return self._cut(materialise(self.model, name, self.fill, self.clock, tables))
+
+    def _cut(self, stage: Stage) -> Stage:
+        cut_(stage.inner, self.region, cut_head_from=self.cut_head_from, indivisible=self.indivisible)
+        return stage
+
+
+class StageSpec(LayerSpec):
+    """A stage that is made when DeepSpeed builds it, on the ranks that hold it only."""
+
+    def __init__(self, builder: StageBuilder, name: str) -> None:
         super().__init__(Stage)
-        self.model, self.name, self.fill = model, name, fill
-        self.region, self.clock, self.cut_head_from, self.indivisible = region, clock, cut_head_from, indivisible
+        self.builder, self.name = builder, name
 
     def build(self, log: bool = False) -> Stage:
-        stage = materialise(self.model, self.name, self.fill, self.clock)
-        name = stage.prefix.rstrip(".")
-        cut_(stage.inner, self.region, name=name, cut_head_from=self.cut_head_from, indivisible=self.indivisible)
-        return stage
+        return self.builder.build(self.name)
 
 
 class ScalarLoss(nn.Module):
@@ -101,6 +125,9 @@ class VitPipeline(PipelineModule):
         self.groups = groups
         self.clock = clock
         self.no_decay = no_decay
+        if groups.place.pp > 0:
+            for param in self.table_parameters():
+                count_elsewhere(param)
 
     def _partition_layers(self, method: str = "") -> None:
         """Take our boundaries in place of DeepSpeed's methods, which know neither blocks nor weights of the ends."""
@@ -118,10 +145,39 @@ class VitPipeline(PipelineModule):
         """The stages that this rank holds, in order."""
         return list(self.forward_funcs)
 
+    @property
+    def tables(self) -> Tables | None:
+        """What the blocks of this rank read, as those of every other pipeline rank do."""
+        return next((stage.tables for stage in self.stages if isinstance(stage, BlockStage)), None)
+
+    @property
+    def saved_stages(self) -> list[Stage]:
+        """The stages, and the tables on the rank that saves them: over all ranks each parameter once."""
+        tables = [self.tables] if self.tables is not None and self.groups.place.pp == 0 else []
+        return [*tables, *self.stages]
+
+    def table_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that every pipeline rank holds, in the same order on each."""
+        return [] if self.tables is None else list(self.tables.inner.parameters())
+
     def named_timm_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters under the names that timm gives them."""
-        for stage in self.stages:
+        """Yield this rank's parameters, tables included, under the names that timm gives them."""
+        for stage in (*([self.tables] if self.tables is not None else []), *self.stages):
             yield from stage.named_timm_parameters()
+
+    def set_input_size(self, *args: object, **kwargs: object) -> None:
+        """Refuse what would make new parameters."""
+        raise ConfigError(
+            "set_input_size makes new position tables, which the stages and the engine's optimizer would not know. "
+            "Call it on the timm model before vit_tp.pipeline, or use model.img_size."
+        )
+
+    def reset_classifier(self, *args: object, **kwargs: object) -> None:
+        """Refuse what would make new parameters."""
+        raise ConfigError(
+            "reset_classifier makes a new head, which the last stage and the engine's optimizer would not know. "
+            "Call it on the timm model before vit_tp.pipeline."
+        )
 
 
 def pipeline(
@@ -171,7 +227,8 @@ def pipeline(
     start_communication()
     groups = groups or build_groups(topology)
     exchange, clock = build_region(region, groups.tp_group), Clock(seed=seed)
-    fill = fill or initialise(seed)
-    specs = [StageSpec(model, name, fill, exchange, clock, cut_head_from, indivisible) for name in stage_names(model)]
+    fill = fill or FirstWeights(seed)
+    builder = StageBuilder(model, fill, exchange, clock, cut_head_from, indivisible)
+    specs = [StageSpec(builder, name) for name in stage_names(model)]
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology
         return VitPipeline(specs, bounds, groups, loss_fn, clock, no_decay_names(model))

@@ -21,7 +21,7 @@ from vit_tp.errors import ConfigError, VitTpError
 from vit_tp.models.build import build_model, input_shape
 from vit_tp.models.costs import stage_bounds
 from vit_tp.models.dtypes import DTYPES
-from vit_tp.models.stages import build_stage, stage_names
+from vit_tp.models.stages import build_stage, num_blocks, stage_names
 from vit_tp.parallel.topology import Topology
 from vit_tp.plan.stages import plan_ranks, plan_stages
 from vit_tp.recipe.mixing import Mixer
@@ -159,6 +159,11 @@ def _stage_parameters(model: nn.Module, stage: str) -> list[tuple[str, nn.Parame
 
 def _require_logits(model: nn.Module, num_classes: int) -> None:
     """The task wants one row of logits for each image."""
+    if model.num_classes != num_classes:
+        raise ConfigError(
+            f"{type(model).__name__} is an encoder without a classifier, and classification into {num_classes} classes "
+            f"needs one. Use a model.timm that has one; timm names encoders *_enc."
+        )
     x = torch.empty(input_shape(model, 2), device="meta")
     try:
         for stage in stage_names(model):
@@ -183,14 +188,12 @@ def _describe(
 ) -> list[str]:
     params = sum(p.numel() for p in model.parameters())
     parallel, dtype = config.parallel, DTYPES[config.compute.dtype]
-    stages = plan_stages(
-        model, plan.micro_batch_size, topology.tp, dtype, parallel.cut_head_from, parallel.indivisible
-    )
+    stages = plan_stages(model, plan.micro_batch_size, topology.tp, dtype, parallel.cut_head_from, parallel.indivisible)
     kept = describe_kept(matches, topology.tp, sum(stage.num_params for stage in stages), params)
     steps = steps_per_epoch(spec.num_train, plan.global_batch_size)
     _, chans, height, width = input_shape(model, 1)
     return [
-        f"model     {config.model.timm}: {params / 1e6:.2f} M parameters, {len(model.blocks)} blocks, "
+        f"model     {config.model.timm}: {params / 1e6:.2f} M parameters, {num_blocks(model)} blocks, "
         f"input {chans} x {height} x {width}",
         f"grid      tp={topology.tp} x pp={topology.pp} x dp={topology.dp} = {topology.world_size} processes, "
         f"{config.compute.dtype}",

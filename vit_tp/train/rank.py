@@ -57,7 +57,7 @@ def train_rank(config: Config, env: RankEnv, console: TextIO) -> None:
     figures = train(run, recorder)
     recorder.close()
     engine = run.engine
-    save_weights(folder.export, engine.module.stages, run.all_stages, run.groups, full_precision(engine))
+    save_weights(folder.export, engine.module.saved_stages, run.all_stages, run.groups, full_precision(engine))
     if env.rank == 0:
         circumstances = {"fingerprint": fingerprint(config), **_circumstances(run)}
         write_result(folder.result, {**figures, **circumstances, "wall_s": time.perf_counter() - started})

@@ -1,0 +1,128 @@
+"""Families whose blocks read shared tables, trained by DeepSpeed over tp x pp: the numbers of stock timm."""
+
+from __future__ import annotations
+
+import pytest
+import timm.optim
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from tests.distributed.models import LR, WEIGHT_DECAY, batches, own_micro_batches, randomise_
+from tests.distributed.tiny import tiny
+from tests.tolerances import LOSS_FLOAT32, NORM_FLOAT32, WEIGHT_STEPS
+from tests.worlds import run_world
+
+STEPS, BATCH, CLIP = 4, 8, 1.0
+MIXED, SHARED = "vit_small_patch16_rope_mixed_224", "vit_srelpos_small_patch16_224"
+BEIT = "beit_base_patch16_224"
+KWARGS = {
+    SHARED: {"rel_pos_type": "bias"},  # the MLP of its table drops an eighth of its hidden, whatever the rates
+    BEIT: {"use_rel_pos_bias": False, "use_shared_rel_pos_bias": True},
+}
+TABLES = {MIXED: "rope.freqs", SHARED: "shared_rel_pos.relative_position_bias_table"}
+TABLES[BEIT] = "rel_pos_bias.relative_position_bias_table"
+
+
+def build(name: str) -> nn.Module:
+    return randomise_(tiny(name, **KWARGS.get(name, {})))
+
+
+def stock(name: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Train stock timm in one process; return losses, norms and final weights."""
+    model = build(name).train()
+    groups = timm.optim.param_groups_weight_decay(model, WEIGHT_DECAY, no_weight_decay_list=model.no_weight_decay())
+    optimizer, losses, norms = torch.optim.AdamW(groups, lr=LR), [], []
+    for images, targets in batches(STEPS, BATCH, num_classes=12):
+        loss = F.cross_entropy(model(images), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def train(name: str, pp: int, tp: int, dtype: str = "fp32") -> dict:
+    """Train the same over pp x tp ranks; return this rank's losses and norms, and the whole weights that it holds."""
+    import vit_tp
+    from vit_tp.sharding.state import full_tensor
+    from vit_tp.train.engine import full_precision
+
+    topology = vit_tp.Topology(pp=pp, dp=1, tp=tp)
+    pipe = vit_tp.pipeline(build(name), topology, F.cross_entropy)
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH // 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
+        "bf16": {"enabled": dtype == "bf16"},
+    }
+    engine, found = vit_tp.initialize(pipe, config), {"losses": [], "norms": []}
+    for images, targets in batches(STEPS, BATCH, num_classes=12):
+        loss = engine.train_batch(iter(own_micro_batches(images, targets, 0, 1, 2)))
+        found["losses"].append(loss.item())
+        found["norms"].append(float(engine.get_global_grad_norm()))
+    weights_of, group = full_precision(engine), pipe.groups.tp_group
+    found["weights"] = {n: full_tensor(p, weights_of(p), group).clone() for n, p in pipe.named_timm_parameters()}
+    found["saved"] = [n for stage in pipe.saved_stages for n, _ in stage.named_timm_parameters()]
+    return found
+
+
+NAMES = [
+    MIXED, SHARED, BEIT, "eva02_base_patch16_clip_224", "cait_s24_224", "gemma4_vit_167m", "samvit_base_patch16",
+    "xcit_small_12_p16_224",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pipeline_of_four_has_the_numbers_of_stock_timm(name: str):
+    losses, norms, weights = stock(name)
+    ranks = run_world(train, 4, name, 2, 2)
+    for found in ranks:
+        assert found["losses"] == pytest.approx(losses, rel=LOSS_FLOAT32)
+        assert found["norms"] == pytest.approx(norms, rel=NORM_FLOAT32)
+        for n, tensor in found["weights"].items():
+            assert (tensor - weights[n]).abs().max() <= WEIGHT_STEPS * LR, n
+    saved = [n for found in ranks[::2] for n in found["saved"]]  # tp rank 0 of each stage
+    assert sorted(saved) == sorted(weights)
+    if name in TABLES:
+        held = [found["weights"][TABLES[name]] for found in ranks]
+        assert all(torch.equal(held[0], other) for other in held[1:]), "every stage steps its copy alike"
+
+
+def test_a_table_of_many_stages_counts_once_in_bf16():
+    """DeepSpeed's bf16 optimizer takes a norm of its own."""
+    one = run_world(train, 1, MIXED, 1, 1, "bf16")[0]
+    for found in run_world(train, 2, MIXED, 2, 1, "bf16"):
+        assert found["norms"] == pytest.approx(one["norms"], rel=2e-2)
+        assert found["losses"] == pytest.approx(one["losses"], rel=2e-2)
+
+
+def augmented(pp: int, tp: int) -> list[float]:
+    """Train a model whose rotary tables are shifted and rescaled by chance; return its losses."""
+    import vit_tp
+
+    drawn = {"rope_shift_coords": 0.3, "rope_jitter_coords": 1.5, "rope_rescale_coords": 2.0, "drop_path_rate": 0.2}
+    pipe = vit_tp.pipeline(
+        randomise_(tiny("vit_base_patch16_dinov3", **drawn)), vit_tp.Topology(pp=pp, dp=1, tp=tp), F.cross_entropy
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH // 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR}},
+    }
+    engine = vit_tp.initialize(pipe, config)
+    assert dist.get_world_size() == pp * tp
+    return [
+        engine.train_batch(iter(own_micro_batches(images, targets, 0, 1, 2))).item()
+        for images, targets in batches(STEPS, BATCH, num_classes=12)
+    ]
+
+
+def test_augmented_rotary_tables_are_drawn_alike_on_every_stage_and_rank():
+    [one] = run_world(augmented, 1, 1, 1)
+    for pp, tp in [(2, 1), (1, 2), (2, 2)]:
+        for losses in run_world(augmented, pp * tp, pp, tp):
+            assert losses == pytest.approx(one, rel=LOSS_FLOAT32)
