@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.distributed.models import LR, WEIGHT_DECAY, batches, own_micro_batches, randomise_
-from tests.distributed.tiny import tiny
+from tests.distributed.tiny import NUM_CLASSES, image_size, tiny
 from tests.tolerances import LOSS_FLOAT32, NORM_FLOAT32, WEIGHT_STEPS
 from tests.worlds import run_world
 
@@ -29,18 +29,32 @@ def build(name: str) -> nn.Module:
     return randomise_(tiny(name, **KWARGS.get(name, {})))
 
 
+def steps_of(name: str) -> list:
+    return batches(STEPS, BATCH, num_classes=NUM_CLASSES, size=image_size(name)[0])
+
+
+def without_key_bias(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Softmax does not see a bias of all keys: its gradient is rounding only, of which AdamW makes whole steps."""
+    if name.endswith("qkv.bias"):
+        return tensor[torch.arange(len(tensor)) // (len(tensor) // 3) != 1]
+    return tensor[:0] if name.endswith(".k.bias") else tensor
+
+
 def stock(name: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Train stock timm in one process; return losses, norms and final weights."""
     model = build(name).train()
     groups = timm.optim.param_groups_weight_decay(model, WEIGHT_DECAY, no_weight_decay_list=model.no_weight_decay())
     optimizer, losses, norms = torch.optim.AdamW(groups, lr=LR), [], []
-    for images, targets in batches(STEPS, BATCH, num_classes=12):
-        loss = F.cross_entropy(model(images), targets)
+    for images, targets in steps_of(name):
         optimizer.zero_grad()
-        loss.backward()
+        total = 0.0
+        for x, y in own_micro_batches(images, targets, 0, 1, 2):  # BatchNorm takes a micro-batch's statistics
+            loss = F.cross_entropy(model(x), y) / 2
+            loss.backward()
+            total += loss.item()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(total)
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
@@ -60,7 +74,7 @@ def train(name: str, pp: int, tp: int, dtype: str = "fp32") -> dict:
         "bf16": {"enabled": dtype == "bf16"},
     }
     engine, found = vit_tp.initialize(pipe, config), {"losses": [], "norms": []}
-    for images, targets in batches(STEPS, BATCH, num_classes=12):
+    for images, targets in steps_of(name):
         loss = engine.train_batch(iter(own_micro_batches(images, targets, 0, 1, 2)))
         found["losses"].append(loss.item())
         found["norms"].append(float(engine.get_global_grad_norm()))
@@ -84,7 +98,8 @@ def test_a_pipeline_of_four_has_the_numbers_of_stock_timm(name: str):
         assert found["losses"] == pytest.approx(losses, rel=LOSS_FLOAT32)
         assert found["norms"] == pytest.approx(norms, rel=NORM_FLOAT32)
         for n, tensor in found["weights"].items():
-            assert (tensor - weights[n]).abs().max() <= WEIGHT_STEPS * LR, n
+            far = without_key_bias(n, (tensor - weights[n]).abs())
+            assert not (far > WEIGHT_STEPS * LR).any(), n
     saved = [n for found in ranks[::2] for n in found["saved"]]  # tp rank 0 of each stage
     assert sorted(saved) == sorted(weights)
     if name in TABLES:
@@ -98,6 +113,31 @@ def test_a_table_of_many_stages_counts_once_in_bf16():
     for found in run_world(train, 2, MIXED, 2, 1, "bf16"):
         assert found["norms"] == pytest.approx(one["norms"], rel=2e-2)
         assert found["losses"] == pytest.approx(one["losses"], rel=2e-2)
+
+
+def statistics() -> tuple[dict, dict]:
+    """Train two replicas of a model with BatchNorm; return its buffers before and after they are shared."""
+    import vit_tp
+
+    pipe = vit_tp.pipeline(build("xcit_small_12_p16_224"), vit_tp.Topology(pp=1, dp=2, tp=1), F.cross_entropy)
+    config = {"train_micro_batch_size_per_gpu": BATCH // 2, "optimizer": {"type": "SGD", "params": {"lr": 0.0}}}
+    engine = vit_tp.initialize(pipe, config)
+    for images, targets in steps_of("xcit_small_12_p16_224"):
+        engine.train_batch(iter(own_micro_batches(images, targets, dist.get_rank(), 2, 1)))
+
+    def buffers() -> dict[str, torch.Tensor]:
+        return {n: b.clone() for stage in pipe.stages for n, b in stage.inner.named_buffers()}
+
+    before = buffers()
+    engine.share_buffers_()
+    return before, buffers()
+
+
+def test_an_evaluation_takes_the_first_replicas_statistics():
+    (first, first_after), (other, other_after) = run_world(statistics, 2)
+    moved = [n for n in first if n.endswith("running_mean")]
+    assert len(moved) == 5 and not any(torch.equal(first[n], other[n]) for n in moved)
+    assert all(torch.equal(first[n], first_after[n]) and torch.equal(first[n], other_after[n]) for n in first)
 
 
 def augmented(pp: int, tp: int) -> list[float]:
@@ -117,7 +157,7 @@ def augmented(pp: int, tp: int) -> list[float]:
     assert dist.get_world_size() == pp * tp
     return [
         engine.train_batch(iter(own_micro_batches(images, targets, 0, 1, 2))).item()
-        for images, targets in batches(STEPS, BATCH, num_classes=12)
+        for images, targets in batches(STEPS, BATCH, num_classes=NUM_CLASSES)
     ]
 
 

@@ -105,14 +105,14 @@ def step_of_zero(path: str, dtype: str) -> dict[str, Tensor]:
     import vit_tp
     from vit_tp.checkpoint.pretrained import start_from
     from vit_tp.config import ModelConfig
-    from vit_tp.models.weights import initialise
+    from vit_tp.models.weights import FirstWeights
     from vit_tp.sharding.state import full_tensor
     from vit_tp.train.engine import full_precision
 
     model = ModelConfig(
         VIT, {key: value for key, value in RICH.items() if key not in ("img_size", "num_classes")}, 32, path
     )
-    fill = start_from(model, 10, 3, initialise(7))
+    fill = start_from(model, 10, 3, FirstWeights(7))
     pipe = vit_tp.pipeline(
         small_vit("meta", **RICH), vit_tp.Topology(pp=2, dp=1, tp=1), torch.nn.functional.cross_entropy, fill=fill
     )
@@ -166,14 +166,14 @@ def bytes_to_start(path: str, pp: int, tp: int) -> dict[str, int]:
     from vit_tp.checkpoint.pretrained import start_from
     from vit_tp.config import ModelConfig
     from vit_tp.models.build import build_model
-    from vit_tp.models.weights import initialise
+    from vit_tp.models.weights import FirstWeights
 
     config = ModelConfig(VIT, WIDE, 32, path)
     model = build_model(config, 10, 3)
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = memory()
-    fill = start_from(config, 10, 3, initialise(0))
+    fill = start_from(config, 10, 3, FirstWeights(0))
     opened = memory()
     pipe = vit_tp.pipeline(model, vit_tp.Topology(pp, 1, tp), torch.nn.functional.cross_entropy, fill=fill)
     after = memory()

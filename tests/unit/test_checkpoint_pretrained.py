@@ -17,7 +17,7 @@ from vit_tp.config import ModelConfig
 from vit_tp.errors import CheckpointError
 from vit_tp.models.build import build_model
 from vit_tp.models.stages import Stage, stage_names
-from vit_tp.models.weights import initialise, materialise
+from vit_tp.models.weights import FirstWeights, materialise
 
 VIT = "vit_tiny_patch16_224"
 SMALL = {"embed_dim": 32, "depth": 2, "num_heads": 4}
@@ -40,7 +40,7 @@ def wish(pretrained: str | bool | None, name: str = VIT, img_size: int | None = 
 def starting_weights(model: ModelConfig, num_classes: int, in_chans: int = 3) -> dict[str, Tensor]:
     """All stages of a training, filled as a run fills them."""
     whole = build_model(model, num_classes, in_chans)
-    fill = start_from(model, num_classes, in_chans, initialise(seed=5))
+    fill = start_from(model, num_classes, in_chans, FirstWeights(seed=5))
     stages = [materialise(whole, name, fill) for name in stage_names(whole)]
     return {name: param.detach() for stage in stages for name, param in stage.named_timm_parameters()}
 
@@ -227,13 +227,13 @@ def test_statistics_of_batch_norms_come_from_the_file(tmp_path):
         buffer.copy_(torch.rand(buffer.shape) * 9)
     file = saved(model.state_dict(), tmp_path / "resnet.pth")
     other = timm.create_model("test_resnet", num_classes=7)
-    fill = start_from(ModelConfig("test_resnet", pretrained=file), 7, 3, lambda whole, stage: None)
-    fill(other, Stage(other, "model", ""))
+    fill = start_from(ModelConfig("test_resnet", pretrained=file), 7, 3, lambda whole, stage, skip: None)
+    fill(other, Stage(other, "model"))
     assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
 def test_null_draws_first_weights():
-    fill = initialise(0)
+    fill = FirstWeights(0)
     assert start_from(wish(None), 7, 3, fill) is fill
 
 

@@ -47,7 +47,7 @@ def grown(name: str, **kwargs) -> tuple[nn.Module, torch.Tensor]:
 
 
 def run(model: nn.Module, x: torch.Tensor, clock: Clock | None = None, training: bool = False) -> torch.Tensor:
-    """Run the stages one after another, as pipeline ranks do: each boundary is cut out of the graph and joined again."""
+    """Run the stages one after another."""
     tables = build_stage(model, TABLES, clock) if stage_names(model) != ["model"] else None
     for name in stage_names(model):
         x = build_stage(model, name, clock, tables).train(training)(x)

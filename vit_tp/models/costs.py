@@ -58,8 +58,8 @@ def stage_bounds(
     if stage_names(model) == [WHOLE]:
         if pp > 1:
             raise ConfigError(
-                f"parallel.pp={pp} needs blocks that pass on one tensor, and those of {type(model).__name__} are not one "
-                f"list of them (two streams, or a class without a stage layout). Use parallel.pp=1 with parallel.tp."
+                f"parallel.pp={pp} needs blocks that pass on one tensor, and those of {type(model).__name__} are not "
+                f"one list of them (two streams, or a class without a stage layout). Use parallel.pp=1 and parallel.tp."
             )
         return [0, 1]
     if not isinstance(by, str):

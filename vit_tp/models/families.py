@@ -50,7 +50,7 @@ def rope_of_naflex(around: nn.Module, index: int, x: Tensor, grid: Grid) -> dict
 
 
 def _rope(around: nn.Module, index: int, x: Tensor, grid: Grid | None, is_mixed: bool) -> Tensor:
-    """Return a block's rotary table: (N, 2D), mixed (H, N, 2D); with patches dropped (B, 1, N, 2D), mixed (B, H, N, 2D)."""
+    """Return a block's rotary table: (N, 2D), mixed (H, N, 2D); with patches dropped (B, 1 or H, N, 2D)."""
     rope = _one_depth(around.rope, index) if is_mixed else around.rope
     table = rope.get_embed() if grid is None else rope.get_embed(shape=grid)
     table = table[0] if is_mixed else table

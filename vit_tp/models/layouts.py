@@ -32,7 +32,7 @@ from vit_tp.models import families
 from vit_tp.models.families import Grid
 
 Arguments = Callable[[nn.Module, int, Tensor, Grid], dict[str, Tensor | int]]
-"""(what stands around the blocks, index, (B, N, C), grid) -> keyword arguments of that block, "x" where timm changes it."""
+"""(what stands around the blocks, index, (B, N, C), grid) -> arguments of that block, "x" where timm changes it."""
 
 Finish = Callable[[nn.Module, Tensor, Grid], Tensor]
 """(the head's shell, (B, N, C) of the last block, grid) -> what the model returns."""

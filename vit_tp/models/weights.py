@@ -71,8 +71,8 @@ def record(model: nn.Module) -> Tape:
     if made != wanted:
         changed = sorted(n for n in made.keys() | wanted.keys() if made.get(n) != wanted.get(n))
         raise ConfigError(
-            f"{', '.join(changed[:5])} of this {type(model).__name__} on meta are not as timm.create_model made them, so "
-            f"their first weights are not known. Give create_model what you changed, or use real weights."
+            f"{', '.join(changed[:5])} of this {type(model).__name__} on meta are not as timm.create_model made them, "
+            f"so their first weights are not known. Give create_model what you changed, or use real weights."
         )
     return tape
 

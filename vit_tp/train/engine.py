@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from vit_tp.config import OptimizerConfig
 from vit_tp.errors import ConfigError
 from vit_tp.models.stages import require_images
+from vit_tp.parallel.collectives import broadcast_from_first_
 from vit_tp.parallel.groups import limit_waiting
 from vit_tp.recipe.optimizer import build_optimizer, param_groups
 from vit_tp.sharding.gradients import squared_norm, sum_, sum_partial_
@@ -43,6 +44,19 @@ class VitEngine(PipelineEngine):
         loss = super().train_batch(data_iter)
         self.timers(TRAIN_BATCH_TIMER).reset()  # it keeps two device events of every step until it is read
         return loss
+
+    @torch.no_grad()
+    def share_buffers_(self) -> None:
+        """Give every replica the buffers of the first, as torch's DDP does. Collective over the replicas.
+
+        Each replica's BatchNorm has seen its own micro-batches; an evaluation must not depend on which one a sample
+        meets.
+        """
+        group = self.grid.get_data_parallel_group()
+        for stage in self.module.stages:
+            for _, tensor in stage.named_timm_tensors():
+                if not isinstance(tensor, nn.Parameter):
+                    broadcast_from_first_(tensor, group)
 
     def _exec_reduce_tied_grads(self) -> None:
         super()._exec_reduce_tied_grads()

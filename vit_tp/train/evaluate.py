@@ -23,6 +23,7 @@ def evaluate(run: Assembly) -> dict[str, float]:
             dp_size=run.plan.dp_size,
             num_workers=run.config.data.num_workers,
         )
+    run.engine.share_buffers_()
     run.task.reset()
     run.engine.reset_activation_shape()  # micro-batches of evaluation may be larger or smaller than in training
     run.engine.eval_batch(
