@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -61,7 +62,7 @@ def compare(whole: nn.Module, cut: nn.Module, x: Tensor, shard_: Callable[[nn.Mo
     norm = torch.stack([references[n].grad.double().square().sum() for n in used]).sum().sqrt()
     summed = [n for n in used if placement_of(params[n]) == Replicated(True)]
     found.partial = {n: error(params[n].grad, references[n].grad) for n in summed}
-    found.errors["norm"] = abs(vit_tp.finish_gradients_(cut) / norm - 1).item()
+    found.errors["norm"] = finite(abs(vit_tp.finish_gradients_(cut) / norm - 1).item())
     # softmax does not see a bias of all keys: the gradient of k_norm.bias is rounding only, and has no scale of its own
     floor = 1e-3 * max(references[n].grad.abs().max().item() for n in used)
     for n in used:
@@ -82,4 +83,9 @@ def error(found: Tensor, wanted: Tensor, floor: float = 1e-30) -> float:
     assert found.shape == wanted.shape
     if torch.equal(found, wanted):  # infinite clamps, empty tensors
         return 0.0
-    return ((found - wanted).abs().max() / wanted.abs().max().clamp(min=floor)).item()
+    return finite(((found - wanted).abs().max() / wanted.abs().max().clamp(min=floor)).item())
+
+
+def finite(distance: float) -> float:
+    """Return a distance, infinite where it is no number: max() and <= would let NaN pass."""
+    return math.inf if math.isnan(distance) else distance

@@ -134,3 +134,24 @@ def resized(name: str) -> dict[str, float]:
 def test_a_cut_model_takes_another_input_size(name: str):
     for found in run_world(resized, 2, name):
         assert max(found.values()) <= BLOCK_FLOAT64, found
+
+
+def averaged() -> float:
+    """Keep an average of a cut model as timm does; return its distance from the average of stock timm."""
+    from timm.utils import ModelEmaV3
+
+    import vit_tp
+
+    whole, cut, x = pair("vit_relpos_base_patch16_224")
+    averages = [ModelEmaV3(model, decay=0.5) for model in (whole, cut)]
+    for model, average in zip((whole, cut), averages):
+        gradients(model, x)
+        if model is cut:
+            vit_tp.finish_gradients_(cut)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        average.update(model)
+    return far(averages[1].module(x), averages[0].module(x))
+
+
+def test_an_average_of_a_cut_model_talks_to_the_same_ranks():
+    assert max(run_world(averaged, 2)) <= BLOCK_FLOAT64

@@ -109,10 +109,10 @@ def test_a_pipeline_of_four_has_the_numbers_of_stock_timm(name: str):
 
 def test_a_table_of_many_stages_counts_once_in_bf16():
     """DeepSpeed's bf16 optimizer takes a norm of its own."""
-    one = run_world(train, 1, MIXED, 1, 1, "bf16")[0]
+    losses, norms, _ = stock(MIXED)
     for found in run_world(train, 2, MIXED, 2, 1, "bf16"):
-        assert found["norms"] == pytest.approx(one["norms"], rel=2e-2)
-        assert found["losses"] == pytest.approx(one["losses"], rel=2e-2)
+        assert found["norms"] == pytest.approx(norms, rel=2e-2)
+        assert found["losses"] == pytest.approx(losses, rel=2e-2)
 
 
 def statistics() -> tuple[dict, dict]:
@@ -140,21 +140,24 @@ def test_an_evaluation_takes_the_first_replicas_statistics():
     assert all(torch.equal(first[n], first_after[n]) and torch.equal(first[n], other_after[n]) for n in first)
 
 
-def augmented(pp: int, tp: int) -> list[float]:
+DRAWN = {"rope_shift_coords": 0.3, "rope_jitter_coords": 1.5, "rope_rescale_coords": 2.0}
+
+
+def augmented(pp: int, tp: int, drawn: dict) -> list[float]:
     """Train a model whose rotary tables are shifted and rescaled by chance; return its losses."""
     import vit_tp
 
-    drawn = {"rope_shift_coords": 0.3, "rope_jitter_coords": 1.5, "rope_rescale_coords": 2.0, "drop_path_rate": 0.2}
-    pipe = vit_tp.pipeline(
-        randomise_(tiny("vit_base_patch16_dinov3", **drawn)), vit_tp.Topology(pp=pp, dp=1, tp=tp), F.cross_entropy
-    )
+    model = randomise_(tiny("vit_base_patch16_dinov3", **drawn))
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight.mul_(10)  # sharp attention, so that positions matter
+    pipe = vit_tp.pipeline(model, vit_tp.Topology(pp=pp, dp=1, tp=tp), F.cross_entropy)
     config = {
         "train_micro_batch_size_per_gpu": BATCH // 2,
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": LR}},
     }
     engine = vit_tp.initialize(pipe, config)
-    assert dist.get_world_size() == pp * tp
     return [
         engine.train_batch(iter(own_micro_batches(images, targets, 0, 1, 2))).item()
         for images, targets in batches(STEPS, BATCH, num_classes=NUM_CLASSES)
@@ -162,7 +165,32 @@ def augmented(pp: int, tp: int) -> list[float]:
 
 
 def test_augmented_rotary_tables_are_drawn_alike_on_every_stage_and_rank():
-    [one] = run_world(augmented, 1, 1, 1)
+    [one], [plain] = run_world(augmented, 1, 1, 1, DRAWN), run_world(augmented, 1, 1, 1, {})
+    assert one != pytest.approx(plain, rel=1e-3), "the draws must matter"
     for pp, tp in [(2, 1), (1, 2), (2, 2)]:
-        for losses in run_world(augmented, pp * tp, pp, tp):
+        for losses in run_world(augmented, pp * tp, pp, tp, DRAWN):
             assert losses == pytest.approx(one, rel=LOSS_FLOAT32)
+
+
+def buffer_types() -> list[set[torch.dtype]]:
+    """Types of the buffers of a bf16 training and of a bf16 evaluation, and the refusal of BatchNorm in either."""
+    import vit_tp
+    from vit_tp.errors import ConfigError
+    from vit_tp.train.engine import evaluator
+
+    config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": LR}}
+    found = []
+    for start in (lambda pipe: vit_tp.initialize(pipe, config), lambda pipe: evaluator(pipe, 2, torch.bfloat16)):
+        pipe = vit_tp.pipeline(build("vit_small_patch16_rope_224"), vit_tp.Topology(1, 1, 1), F.cross_entropy)
+        start(pipe)
+        assert {p.dtype for p in pipe.parameters()} == {torch.bfloat16}
+        found.append({b.dtype for b in pipe.buffers() if b.is_floating_point()})
+        with pytest.raises(ConfigError, match="compute.dtype=bf16 does not go with the 5 BatchNorm layers"):
+            start(vit_tp.pipeline(build("xcit_small_12_p16_224"), vit_tp.Topology(1, 1, 1), F.cross_entropy))
+    return found
+
+
+def test_positions_are_as_exact_in_evaluation_as_in_training():
+    [[training, evaluation]] = run_world(buffer_types, 1)
+    assert training == evaluation == {torch.float32}

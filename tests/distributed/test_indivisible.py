@@ -18,8 +18,8 @@ from tests.distributed.tiny import image_size, tiny
 from tests.tolerances import FAMILY_FLOAT64, LOSS_FLOAT32
 from tests.worlds import run_world
 from vit_tp.errors import ConfigError
-from vit_tp.sharding.convert import INDIVISIBLE, plan_cut
 from vit_tp.sharding.indivisible import describe_kept
+from vit_tp.sharding.matches import plan_cut
 from vit_tp.train.preflight import preflight
 
 COMMAND = str(Path(sys.executable).with_name("vit-tp"))
@@ -136,12 +136,10 @@ def test_the_shares_of_the_plan_are_those_of_a_closed_form():
 
 def test_it_is_how_a_run_is_run_and_not_what_it_learns():
     from vit_tp.config import Config, fingerprint
-    from vit_tp.config.limits import NAMES
 
     changed = Config()
     changed.parallel.indivisible = "mlp_only"
     assert fingerprint(changed) == fingerprint(Config())
-    assert NAMES["parallel.indivisible"] == list(INDIVISIBLE)
 
 
 @pytest.mark.parametrize("grid", [(1, 1, 2), (2, 1, 2)], ids=["tp2", "pp2 tp2"])

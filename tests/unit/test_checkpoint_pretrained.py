@@ -207,7 +207,7 @@ def test_an_old_pth_is_refused_with_how_to_convert_it(tmp_path):
 def test_a_file_that_is_no_checkpoint_is_refused(name, tmp_path):
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1")
     text = refused(wish(str(tmp_path / name)))
-    assert name in text and "Use" in text or "Convert" in text
+    assert name in text and ("Use" in text or "Convert" in text)
 
 
 def test_code_in_a_pickle_is_not_run(tmp_path):

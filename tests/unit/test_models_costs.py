@@ -8,6 +8,7 @@ from vit_tp.errors import ConfigError
 from vit_tp.models.build import build_model
 from vit_tp.models.costs import stage_bounds, stage_flops, stage_parameters
 from vit_tp.models.stages import stage_names
+from vit_tp.models.weights import record
 
 C, L, K, P, N = 48, 4, 11, 8, 16  # width, depth, classes, patch side, patches
 
@@ -61,3 +62,18 @@ def test_more_stages_than_blocks_are_refused():
         stage_bounds(model(), 5)
     with pytest.raises(ConfigError, match="those of Linear are not one list of them"):
         stage_bounds(torch.nn.Linear(2, 2), 2)
+
+
+def test_counting_leaves_the_model_as_it_was():
+    """ConVit's forward replaces a buffer; first weights of the larger one would be zeros, and its positions lost."""
+    convit = build_model(ModelConfig("convit_tiny", {"depth": 2, "local_up_to_layer": 1}, img_size=32), K, in_chans=3)
+    before = {name: buffer for name, buffer in convit.named_buffers()}
+    stage_flops(convit)
+    assert before and all(buffer is before[name] for name, buffer in convit.named_buffers())
+
+
+def test_a_model_that_has_run_on_meta_has_no_first_weights():
+    convit = build_model(ModelConfig("convit_tiny", {"depth": 2, "local_up_to_layer": 1}, img_size=32), K, in_chans=3)
+    convit(torch.empty(1, 3, 32, 32, device="meta"))
+    with pytest.raises(ConfigError, match=r"blocks\.0\.attn\.rel_indices of this ConVit on meta are not as"):
+        record(convit)

@@ -151,7 +151,8 @@ def test_shapes_and_costs_are_counted_on_meta(family):
     name = next(n for n in BUILDS if FAMILY_OF[n] == family)
     model = tiny(name, "meta")
     assert input_shape(model, 2) == (2, 3, *image_size(name))
-    assert all(flops > 0 for flops in stage_flops(model)[1:-1])
+    flops = stage_flops(model)
+    assert all(number > 0 for number in flops[1:-1] or flops)
 
 
 AUGMENTED = {"rope_shift_coords": 0.3, "rope_jitter_coords": 1.5, "rope_rescale_coords": 2.0}

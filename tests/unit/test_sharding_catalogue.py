@@ -15,8 +15,8 @@ from vit_tp.compose import compose
 from vit_tp.config import check
 from vit_tp.errors import ConfigError
 from vit_tp.models.build import build_model
-from vit_tp.sharding.catalogue import CUT, REFUSED, list_cuttable, require_cuttable
-from vit_tp.sharding.convert import legal_tp_sizes, plan_cut
+from vit_tp.sharding.catalogue import REFUSED, list_cuttable, require_cuttable
+from vit_tp.sharding.matches import legal_tp_sizes, plan_cut
 from vit_tp.sharding.survey import MAX_TP, survey
 
 REFUSED_MODULES = [module for modules in REFUSED.values() for module in modules]
@@ -26,12 +26,8 @@ CHOICES = sorted(Path(vit_tp.conf.__path__[0]).glob("model/*.yaml"))
 def test_every_module_of_timm_is_cut_or_refused():
     """A new release of timm shows here: put its new modules where they belong."""
     modules = timm.list_modules()
-    assert sorted([*CUT, *REFUSED_MODULES]) == sorted(modules)
-    assert len(list_cuttable()) == sum(len(timm.list_models(module=module)) for module in CUT) == 396
-
-
-def test_what_is_cut_is_what_is_proven():
-    assert sorted(CUT) == sorted(FAMILIES)
+    assert sorted([*FAMILIES, *REFUSED_MODULES]) == sorted(modules)
+    assert len(list_cuttable()) == sum(len(timm.list_models(module=module)) for module in FAMILIES) == 396
 
 
 @pytest.mark.parametrize("module", REFUSED_MODULES)

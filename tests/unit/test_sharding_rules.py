@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 import vit_tp
 from vit_tp.errors import ConfigError, ShardRuleError, TopologyError
-from vit_tp.sharding.convert import cut_, legal_tp_sizes, plan_cut
+from vit_tp.sharding.convert import cut_
 from vit_tp.sharding.edits import edit_
 from vit_tp.sharding.layers import GatheredLinear, RowLinear
+from vit_tp.sharding.matches import legal_tp_sizes, plan_cut
 from vit_tp.sharding.placement import Replicated, Sharded, placement_of
-from vit_tp.sharding.rule import Edit, ShardRule
+from vit_tp.sharding.rule import Edit, ShardRule, require_covered
 from vit_tp.sharding.rules import REPLICABLE, RULES, register_rule
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 6, "num_classes": 10}
@@ -253,7 +254,7 @@ def test_a_rule_is_registered_once_and_for_its_class_alone():
     try:
         register_rule(MyMlp, rule)
         register_rule(MyMlp, ShardRule(**vars(rule)))  # an imported module may be imported again
-        with pytest.raises(ShardRuleError, match="MyMlp has a sharding rule already"):
+        with pytest.raises(ShardRuleError, match="MyMlp has a place in the table already"):
             register_rule(MyMlp, ShardRule())
         with pytest.raises(ShardRuleError, match="does not name act, drop1, norm, drop2 exactly once"):
             cut_(build(mlp_layer=MyMlp), Alone(2))
@@ -296,7 +297,7 @@ def test_mlp_only_keeps_heads_whole_and_cuts_the_rest():
     assert kept[0].kept_whole == (("num_heads", 6),)
     assert model.blocks[0].attn.qkv.weight.shape == (144, 48) and model.blocks[0].mlp.fc1.weight.shape == (48, 48)
     assert placement_of(model.blocks[0].attn.qkv.weight) == Replicated()
-    with pytest.raises(ConfigError, match="indivisible='pad' is not known. Use one of refuse, mlp_only"):
+    with pytest.raises(ConfigError, match="indivisible='pad' is not known. it says .* Use one of refuse, mlp_only"):
         cut_(build(), Alone(4), indivisible="pad")
 
 
@@ -321,3 +322,30 @@ def test_the_table_holds_whole_classes_of_timm():
         assert len(set(rule.names)) == len(rule.names)
         assert rule.cuts == bool(rule.divides)
         assert not rule.row or rule.column or rule.cut
+
+
+@pytest.mark.parametrize("first", [None, ShardRule()], ids=["replicated first", "a rule first"])
+def test_a_class_has_one_place_in_the_table(first):
+    try:
+        register_rule(MyMlp, first)
+        with pytest.raises(ShardRuleError, match="MyMlp has a place in the table already"):
+            register_rule(MyMlp, None if first is not None else ShardRule())
+    finally:
+        RULES.pop(MyMlp, None)
+        REPLICABLE.discard(MyMlp)
+
+
+def test_a_rule_that_cuts_says_what_tp_must_divide():
+    with pytest.raises(ShardRuleError, match="cuts but does not say what tp must divide"):
+        register_rule(MyMlp, ShardRule(column={"fc1": 1}, row={"fc2": 1}))
+
+
+def test_a_saved_buffer_is_not_cut():
+    """Only parameters are merged again, so a checkpoint would hold a slice of it."""
+    rule = ShardRule(cut={"table": 0}, divides={"width": "table.shape[0]"})
+    module = nn.Module()
+    module.register_buffer("table", torch.zeros(4))
+    with pytest.raises(ShardRuleError, match=r"cuts table, buffers that are saved.*persistent=False"):
+        require_covered(rule, module, "a module")
+    module.register_buffer("table", torch.zeros(4), persistent=False)
+    require_covered(rule, module, "a module")

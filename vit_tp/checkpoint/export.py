@@ -55,7 +55,7 @@ def save_weights(
         whole = {
             name: _whole(tensor, weights_of, groups).cpu().contiguous() for name, tensor in stage.named_timm_tensors()
         }
-        if is_writer:
+        if is_writer and whole:
             _save(whole, folder / _part(names, stage.name))
     dist.barrier()
     if groups.rank == 0:
@@ -149,4 +149,4 @@ def _sizes(part: Path) -> Iterator[tuple[str, int]]:
             yield name, torch.Size(view.get_shape()).numel() * _BYTES[view.get_dtype()]
 
 
-_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8}
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +24,7 @@ def stage_flops(model: nn.Module) -> list[int]:
     """Return the floating-point operations of each stage's forward on one image, in order. The model is on meta."""
     x, flops = torch.empty(input_shape(model, 1), device="meta"), []
     for name in stage_names(model):
-        stage = build_stage(model, name)
+        stage = copy.deepcopy(build_stage(model, name))  # ConVit's forward puts a larger buffer in its model
         with FlopCounterMode(display=False) as counter:  # its module hooks need gradients on
             x = stage(x).detach()
         flops.append(counter.get_total_flops())

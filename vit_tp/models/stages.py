@@ -154,6 +154,11 @@ def stage_names(model: nn.Module) -> list[str]:
     layout = layout_of(model)
     if layout is None:
         return [WHOLE]
+    if getattr(model.get_submodule(layout.owner), "grad_checkpointing", False):
+        raise ConfigError(
+            f"grad_checkpointing is set on this {type(model).__name__}, but stages run their blocks themselves and "
+            f"would keep all activations. Leave it out, or use vit_tp.shard_ and a loop of your own."
+        )
     return ["embed", *(f"blocks.{i}" for i in range(len(model.get_submodule(layout.blocks)))), "head"]
 
 

@@ -67,7 +67,9 @@ def record(model: nn.Module) -> Tape:
             f"not known. Make it with timm.create_model, or with real weights."
         )
     tape = Tape(lambda: timm.create_model(name, **arguments))
-    made, wanted = ({n: tuple(p.shape) for n, p in m.named_parameters()} for m in (tape.model, model))
+    made, wanted = (
+        {n: tuple(t.shape) for n, t in (*m.named_parameters(), *m.named_buffers())} for m in (tape.model, model)
+    )
     if made != wanted:
         changed = sorted(n for n in made.keys() | wanted.keys() if made.get(n) != wanted.get(n))
         raise ConfigError(

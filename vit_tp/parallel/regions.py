@@ -51,6 +51,9 @@ class ExactRegion:
         self.tp_size = tp_group.size()
         self.tp_rank = tp_group.rank()
 
+    def __deepcopy__(self, memo: dict) -> ExactRegion:
+        return self  # a copy of a cut model, such as an average of its weights, talks to the same ranks
+
     def enter(self, x: Tensor) -> Tensor:
         """(B, N, C) -> (B, N, C), the same tensor; its gradient is the sum over the ranks."""
         return copy_to_group(x, self.tp_group)

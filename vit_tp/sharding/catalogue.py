@@ -1,7 +1,7 @@
 """Which of timm's names can be cut, and why not the others?
 
-timm files its models by module: one for each family. The lists below hold every module of timm, so that a family that a
-new release brings is in neither, and a test says so. Does not know: how a class is cut (rules_*.py).
+timm files its models by module: one for each family. `REFUSED` holds every module that is not cut; the tests hold those
+that are, and find a family that a new release brings in neither. Does not know: how a class is cut (rules_*.py).
 """
 
 from __future__ import annotations
@@ -14,13 +14,6 @@ import timm.models
 from torch import nn
 
 from vit_tp.errors import ConfigError
-
-CUT = (
-    *("beit", "cait", "convit", "crossvit", "deepseek_vit", "deit", "eva", "gemma4_vit", "mlp_mixer", "naflexvit"),
-    *("qwen3_vit", "tnt", "vision_transformer", "vision_transformer_hybrid", "vision_transformer_relpos"),
-    *("vision_transformer_sam", "vitamin", "xcit"),
-)
-"""Modules of timm whose models are one list of blocks of equal width, attention or token mixing and an MLP in each."""
 
 HIERARCHICAL = (
     "hierarchical, and as width and number of tokens change from stage to stage there is no one list of equal blocks "

@@ -28,12 +28,10 @@ class Cut:
 
     Args:
         region: Where partial sums are exchanged.
-        placements: Record of each parameter, by name.
         cut_classifiers_: Cuts the classifiers of the model, where they are wide enough.
     """
 
     region: Region
-    placements: dict[str, Placement]
     cut_classifiers_: Callable[[nn.Module], None]
 
 
@@ -45,8 +43,7 @@ def keep_contracts_(model: nn.Module, region: Region, cut_classifiers_: Callable
         region: Where partial sums are exchanged.
         cut_classifiers_: Cuts the classifiers of the model, where they are wide enough.
     """
-    placements = {name: placement_of(param) for name, param in model.named_parameters()}
-    model.tp_cut = Cut(region, placements, cut_classifiers_)
+    model.tp_cut = Cut(region, cut_classifiers_)
     for name in REMAKING:
         if hasattr(type(model), name):
             setattr(model, name, types.MethodType(_settling(type(model), name), model))
@@ -54,27 +51,32 @@ def keep_contracts_(model: nn.Module, region: Region, cut_classifiers_: Callable
 
 def _settling(kind: type[nn.Module], name: str) -> Callable[..., Any]:
     def method(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before = {name: placement_of(param) for name, param in model.named_parameters()}
         result = getattr(kind, name)(model, *args, **kwargs)
-        _settle_(model, is_resized=name == "set_input_size")
+        if name == "set_input_size":
+            _keep_placements_(model, before)
+        else:
+            _place_new_(model)
         return result
 
     method.__name__, method.__doc__ = name, getattr(kind, name).__doc__
     return method
 
 
-def _settle_(model: nn.Module, is_resized: bool) -> None:
-    """Mark new parameters. Collective over tp.
+def _keep_placements_(model: nn.Module, before: dict[str, Placement]) -> None:
+    """Mark parameters that were resampled from old ones, slice by slice."""
+    for name, param in model.named_parameters():
+        mark(param, before.get(name, Replicated()))
 
-    Args:
-        model: The cut model.
-        is_resized: Whether they are resampled from old ones, slice by slice; else they are whole and drawn anew.
+
+def _place_new_(model: nn.Module) -> None:
+    """Make parameters that each rank drew for itself the same on all, and cut classifiers that are wide enough.
+
+    Collective over tp.
     """
-    cut: Cut = model.tp_cut
-    new = {name: param for name, param in model.named_parameters() if not hasattr(param, "placement")}
-    for name, param in new.items():
-        if not is_resized:
-            broadcast_from_first_(param.data, cut.region.tp_group)
-        mark(param, cut.placements.get(name, Replicated()) if is_resized else Replicated())
-    if new and not is_resized:
-        cut.cut_classifiers_(model)
-    cut.placements.update({name: placement_of(param) for name, param in model.named_parameters() if name in new})
+    new = [param for param in model.parameters() if not hasattr(param, "placement")]
+    for param in new:
+        broadcast_from_first_(param.data, model.tp_cut.region.tp_group)
+        mark(param, Replicated())
+    if new:
+        model.tp_cut.cut_classifiers_(model)

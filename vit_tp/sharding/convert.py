@@ -5,67 +5,22 @@ Everything that can be refused is refused before the first tensor changes.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from vit_tp.errors import ConfigError, ShardRuleError, TopologyError
+from vit_tp.errors import ShardRuleError
 from vit_tp.parallel.regions import Region, build_region
 from vit_tp.parallel.rng import PrivateStream
 from vit_tp.sharding.contracts import keep_contracts_
 from vit_tp.sharding.edits import edit_
 from vit_tp.sharding.indivisible import require_cut
-from vit_tp.sharding.layers import Enter, GatheredLinear, MixLinear, RowLinear
+from vit_tp.sharding.layers import Enter, GatheredLinear, MixLinear, Pause, RowLinear
+from vit_tp.sharding.matches import Match, plan_cut
 from vit_tp.sharding.norms import SPANNING
 from vit_tp.sharding.placement import Placement, Replicated, Sharded, mark
-from vit_tp.sharding.rule import Parts, ShardRule, divide_, find, own_tensors, replicated
-from vit_tp.sharding.rules import is_replicable, rule_for
+from vit_tp.sharding.rule import Parts, ShardRule, divide_, find, own_tensors
 
 CUT_HEAD_FROM = 4096
-INDIVISIBLE = ("refuse", "mlp_only")
-
-
-@dataclass(frozen=True)
-class Match:
-    """A module and the rule that cuts it.
-
-    Args:
-        name: Of the module in the timm model.
-        module: The module, whole.
-        rule: How it is cut.
-        kept_whole: What tp does not divide, where the module is replicated for that reason.
-    """
-
-    name: str
-    module: nn.Module
-    rule: ShardRule
-    kept_whole: tuple[tuple[str, int], ...] = ()
-
-
-def plan_cut(module: nn.Module, tp_size: int, name: str = "", indivisible: str = "refuse") -> list[Match]:
-    """Return all modules that the table has a say in, each with its rule. Changes nothing.
-
-    Args:
-        module: A timm model, or the part of one that a pipeline stage holds; real or on meta.
-        tp_size: Ranks that share each weight.
-        name: The module's name in the timm model.
-        indivisible: What to do where tp does not divide heads or MLP width: "refuse", or "mlp_only" to keep such
-            modules whole on every rank and cut the rest, which is as a rule the MLPs.
-
-    Raises:
-        ConfigError: If `indivisible` is unknown.
-        ShardRuleError: At the first module that no rule covers.
-        TopologyError: If tp does not divide what it must.
-    """
-    if indivisible not in INDIVISIBLE:
-        raise ConfigError(f"indivisible={indivisible!r} is not known. Use one of {', '.join(INDIVISIBLE)}.")
-    matches = list(_find(module, name, tp_size, indivisible == "mlp_only"))
-    if indivisible == "refuse":
-        _require_divisible(matches, tp_size)
-    return matches
 
 
 def cut_(
@@ -145,46 +100,6 @@ def shard_(
     return model
 
 
-def _find(module: nn.Module, name: str, tp_size: int, keep_indivisible: bool) -> Iterator[Match]:
-    rule = rule_for(module, name)
-    wrong = tuple((what, n) for what, n in rule.numbers(module).items() if n % tp_size)
-    if wrong and keep_indivisible:
-        yield Match(name, module, replicated(module), kept_whole=wrong)
-        return
-    yield Match(name, module, rule)
-    for child_name in rule.walk:
-        child, path = find(module, child_name), f"{name}.{child_name}".lstrip(".")
-        if child is None:
-            continue
-        if is_replicable(child):
-            yield Match(path, child, replicated(child))
-        else:
-            yield from _find(child, path, tp_size, keep_indivisible)
-
-
-def legal_tp_sizes(matches: list[Match]) -> list[int]:
-    """Return the tp sizes that divide the heads and hidden widths of every cut module."""
-    whole = math.gcd(*(n for match in matches for n in match.rule.numbers(match.module).values()))
-    return [tp for tp in range(1, whole + 1) if whole % tp == 0]
-
-
-def _require_divisible(matches: list[Match], tp_size: int) -> None:
-    numbers = {item for match in matches for item in match.rule.numbers(match.module).items()}
-    wrong = sorted((what, n) for what, n in numbers if n % tp_size)
-    if wrong:
-        mlp_only = ", or parallel.indivisible=mlp_only, which keeps whole what tp does not divide and cuts the rest"
-        raise TopologyError(
-            f"parallel.tp={tp_size} does not divide {' and '.join(f'{what}={n}' for what, n in wrong)}; "
-            f"heads and columns cannot be shared between ranks. "
-            f"Use parallel.tp={', '.join(map(str, legal_tp_sizes(matches)))}"
-            f"{mlp_only if any(_is_divided(match, tp_size) for match in matches) else ''}."
-        )
-
-
-def _is_divided(match: Match, tp_size: int) -> bool:
-    return match.rule.cuts and not any(n % tp_size for n in match.rule.numbers(match.module).values())
-
-
 def _cut_match_(match: Match, region: Region, cut_head_from: int) -> None:
     module, rule = match.module, match.rule
     _cut_tensors_(module, rule, region, cut_head_from)
@@ -253,8 +168,9 @@ def _put_exchanges_(match: Match, region: Region) -> None:
         module.set_submodule(path, RowLinear(find(module, path), region, leaving))
     for path in rule.shared:
         if child := find(module, path):
-            child.register_forward_pre_hook(lambda _, args: stream.pause(args[0].device))
-            child.register_forward_hook(lambda _, args, out: stream.resume(args[0].device))
+            pause = Pause(stream)
+            child.register_forward_pre_hook(pause.before)
+            child.register_forward_hook(pause.after)
 
 
 def _sizes(parts: Parts, module: nn.Module, width: int) -> tuple[int, ...]:

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from vit_tp.errors import ShardRuleError, TopologyError
-
-if TYPE_CHECKING:
-    from vit_tp.sharding.convert import Match
+from vit_tp.sharding.matches import Match
 
 
 def require_cut(model: nn.Module, matches: Sequence[Match], tp_size: int) -> None:

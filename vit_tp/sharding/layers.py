@@ -36,6 +36,23 @@ class Enter:
         return self.region.enter(x)
 
 
+class Pause:
+    """Forward hooks of a module inside a region that draws random numbers all the same on every rank.
+
+    Args:
+        stream: The random numbers of this rank alone, left for so long.
+    """
+
+    def __init__(self, stream: PrivateStream) -> None:
+        self.stream = stream
+
+    def before(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self.stream.pause(args[0].device)
+
+    def after(self, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        self.stream.resume(args[0].device)
+
+
 class RowLinear(nn.Linear):
     """A linear layer whose input columns are cut, at the end of a region.
 
@@ -82,7 +99,7 @@ class MixLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         mixed = self.region.total(F.linear(x, self.weight))
         own = mixed.narrow(-1, self.region.tp_rank * self.out_features, self.out_features)
-        return own if self.bias is None else own + self.bias
+        return own if self.bias is None else own + self.bias.to(own.dtype)
 
 
 class GatheredLinear(nn.Linear):

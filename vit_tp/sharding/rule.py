@@ -164,6 +164,12 @@ def require_covered(rule: ShardRule, module: nn.Module, where: str) -> None:
                 f"{path} of {where} is a {type(child).__name__}, and only torch.nn.Linear is known to be cut right. "
                 f"Use a model with plain linear layers there."
             )
+    saved = [name for name in rule.cut if name in module._buffers and name not in module._non_persistent_buffers_set]
+    if saved:
+        raise ShardRuleError(
+            f"the sharding rule of {where} cuts {', '.join(saved)}, buffers that are saved, and only parameters are "
+            f"merged again; a checkpoint would hold slices. Make them parameters, or register with persistent=False."
+        )
     for path in rule.inner:
         child = find(module, path)
         if child is not None and any(True for _ in child.parameters()):

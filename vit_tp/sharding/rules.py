@@ -28,15 +28,23 @@ def register_rule(kind: type[nn.Module], rule: ShardRule | None = None) -> None:
         rule: How it is cut; None for a class that is replicated as it is, with all that it holds.
 
     Raises:
-        ShardRuleError: If the class has another rule already.
+        ShardRuleError: If the class has another place already, or the rule cuts without saying what tp must divide.
     """
+    where = f"{kind.__module__}.{kind.__qualname__}"
+    if kind in RULES and RULES[kind] != rule or kind in REPLICABLE and rule is not None:
+        raise ShardRuleError(
+            f"{where} has a place in the table already, and two would contradict each other. "
+            f"Register a class once, and one of your own."
+        )
     if rule is None:
         REPLICABLE.add(kind)
-    elif RULES.setdefault(kind, rule) != rule:
+        return
+    if rule.cuts and not rule.divides:
         raise ShardRuleError(
-            f"{kind.__module__}.{kind.__qualname__} has a sharding rule already, and two would contradict each other. "
-            f"Register a rule once, for a class of your own."
+            f"the rule of {where} cuts but does not say what tp must divide; a width that it does not would be found "
+            f"halfway. Add for example divides={{'MLP width': 'fc2.in_features'}}."
         )
+    RULES[kind] = rule
 
 
 def rule_for(module: nn.Module, name: str) -> ShardRule:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vit_tp.models.build import input_shape
 from vit_tp.models.layouts import layout_of
-from vit_tp.sharding.convert import legal_tp_sizes, plan_cut
+from vit_tp.sharding.matches import legal_tp_sizes, plan_cut
 
 MAX_TP = 64
 

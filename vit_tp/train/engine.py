@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from vit_tp.config import OptimizerConfig
 from vit_tp.errors import ConfigError
+from vit_tp.models.dtypes import require_castable
 from vit_tp.models.stages import require_images
 from vit_tp.parallel.collectives import broadcast_from_first_
 from vit_tp.parallel.groups import limit_waiting
@@ -96,6 +97,9 @@ def initialize(
         ConfigError: If the configuration asks for what would give wrong numbers.
     """
     config = complete(config, sum(p.numel() for p in pipe.parameters()))
+    for key, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if config.get(key, {}).get("enabled"):
+            require_castable(pipe, dtype)
     named = config.pop("optimizer", None)
     if optimizer is None:
         if named is None:
@@ -119,7 +123,10 @@ def evaluator(pipe: VitPipeline, micro_batch_size: int, dtype: torch.dtype) -> V
         dtype: Of weights and activations.
     """
     config = {"train_micro_batch_size_per_gpu": micro_batch_size, "gradient_accumulation_steps": 1, **_UNPARTITIONED}
-    return _build(pipe.to(dtype), {**config, "steps_per_print": NEVER}, None)
+    require_castable(pipe, dtype)
+    for param in pipe.parameters():
+        param.data = param.data.to(dtype)  # buffers stay, as in training: rotary positions, statistics
+    return _build(pipe, {**config, "steps_per_print": NEVER}, None)
 
 
 def _build(pipe: VitPipeline, config: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> VitEngine:

@@ -21,8 +21,9 @@ from vit_tp.parallel.regions import Region, build_region
 from vit_tp.parallel.rng import Clock
 from vit_tp.parallel.topology import Topology
 from vit_tp.recipe.optimizer import no_decay_names
-from vit_tp.sharding.convert import CUT_HEAD_FROM, cut_, plan_cut
+from vit_tp.sharding.convert import CUT_HEAD_FROM, cut_
 from vit_tp.sharding.indivisible import require_cut
+from vit_tp.sharding.matches import plan_cut
 from vit_tp.sharding.placement import count_elsewhere
 from vit_tp.train.communication import start_communication
 
@@ -66,7 +67,8 @@ class StageSpec(LayerSpec):
 
     def __init__(self, builder: StageBuilder, name: str) -> None:
         super().__init__(Stage)
-        self.builder, self.name = builder, name
+        self.builder: StageBuilder | None = builder
+        self.name = name
 
     def build(self, log: bool = False) -> Stage:
         return self.builder.build(self.name)
@@ -122,6 +124,8 @@ class VitPipeline(PipelineModule):
             topology=PipeModelDataParallelTopology(num_pp=topology.pp, num_mp=topology.tp, num_dp=topology.dp),
             loss_fn=ScalarLoss(loss_fn),
         )
+        for spec in specs:  # DeepSpeed keeps them, and through them all that a checkpoint's filter made
+            spec.builder = None
         self.groups = groups
         self.clock = clock
         self.no_decay = no_decay

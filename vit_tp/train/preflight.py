@@ -20,15 +20,15 @@ from vit_tp.data.spec import DataSpec
 from vit_tp.errors import ConfigError, VitTpError
 from vit_tp.models.build import build_model, input_shape
 from vit_tp.models.costs import stage_bounds
-from vit_tp.models.dtypes import DTYPES
+from vit_tp.models.dtypes import DTYPES, require_castable
 from vit_tp.models.stages import build_stage, num_blocks, stage_names
 from vit_tp.parallel.topology import Topology
-from vit_tp.plan.stages import plan_ranks, plan_stages
+from vit_tp.plan.stages import StagePlan, plan_ranks, plan_stages
 from vit_tp.recipe.mixing import Mixer
 from vit_tp.recipe.optimizer import is_frozen
 from vit_tp.sharding.catalogue import require_cuttable
-from vit_tp.sharding.convert import Match, plan_cut
 from vit_tp.sharding.indivisible import describe_kept, require_cut
+from vit_tp.sharding.matches import Match, plan_cut
 from vit_tp.sharding.plugins import load_plugins
 
 
@@ -100,6 +100,8 @@ def preflight(config: Config, training: bool = True) -> Preflight:
         with complaints:
             _require_pixels_as_pretrained(model, config.data)
     if model is not None:
+        with complaints:
+            require_castable(model, DTYPES[config.compute.dtype])
         with complaints:
             bounds = stage_bounds(model, topology.pp, parallel.partition, parallel.embed_weight, parallel.head_weight)
         with complaints:
@@ -177,6 +179,11 @@ def _require_logits(model: nn.Module, num_classes: int) -> None:
         )
 
 
+def _held(stages: list[StagePlan]) -> int:
+    """Return how many parameters of the whole model one tensor-parallel rank would hold."""
+    return sum(stage.num_params for stage in stages) + max(stage.num_table_params for stage in stages)
+
+
 def _describe(
     config: Config,
     topology: Topology,
@@ -189,7 +196,7 @@ def _describe(
     params = sum(p.numel() for p in model.parameters())
     parallel, dtype = config.parallel, DTYPES[config.compute.dtype]
     stages = plan_stages(model, plan.micro_batch_size, topology.tp, dtype, parallel.cut_head_from, parallel.indivisible)
-    kept = describe_kept(matches, topology.tp, sum(stage.num_params for stage in stages), params)
+    kept = describe_kept(matches, topology.tp, _held(stages), params)
     steps = steps_per_epoch(spec.num_train, plan.global_batch_size)
     _, chans, height, width = input_shape(model, 1)
     return [

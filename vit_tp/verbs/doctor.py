@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from vit_tp.config import check
-from vit_tp.errors import ConfigError
+from vit_tp.errors import ConfigError, VitTpError
 from vit_tp.launch import local
 
 SHOWN = ("torch", "torchvision", "timm", "deepspeed", "mpi4py")
@@ -56,12 +56,18 @@ def _models(patterns: Sequence[str], overrides: Sequence[str]) -> int:
     names = list_cuttable(patterns)
     width = max(map(len, names))
     print(COLUMNS.format("name", width, "cut", "params", "tokens", "pp", "tp"), flush=True)
+    failed = False
     for name in names:
-        found = survey(name)
+        try:
+            found = survey(name)
+        except VitTpError as error:  # a model of a plugin, or of a timm newer than the tested one
+            failed = True
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+            continue
         sizes, params = ",".join(map(str, found.tp_sizes)), f"{found.num_params / 1e6:.1f} M"
         row = COLUMNS.format(name, width, found.cut, params, found.num_tokens or "", found.stages, sizes)
         print(row, flush=True)  # building them all takes a minute
-    return 0
+    return int(failed)
 
 
 def _installation() -> int:
@@ -136,5 +142,8 @@ def _devices(found: dict) -> Iterator[tuple[str, str, str]]:
 def _probe() -> dict:
     ended = subprocess.run([sys.executable, "-m", "vit_tp.report.probe"], capture_output=True, text=True, check=False)
     if ended.returncode:
-        raise ConfigError(f"the probe of this installation ended with code {ended.returncode}: {ended.stderr.strip()}")
+        raise ConfigError(
+            f"looking at this installation ended with code {ended.returncode} ({ended.stderr.strip()}), so nothing is "
+            f"known of it. Install it anew: pip install -r requirements.txt && pip install -e ."
+        )
     return json.loads(ended.stdout.splitlines()[-1])
