@@ -140,16 +140,19 @@ def test_an_evaluation_takes_the_first_replicas_statistics():
     assert all(torch.equal(first[n], first_after[n]) and torch.equal(first[n], other_after[n]) for n in first)
 
 
-DRAWN = {"rope_shift_coords": 0.3, "rope_jitter_coords": 1.5, "rope_rescale_coords": 2.0}
+ROTARY = "vit_base_patch16_dinov3"
+AUGMENTED = {"rope_shift_coords": 0.3, "rope_jitter_coords": 1.5, "rope_rescale_coords": 2.0}
 
 
-def augmented(pp: int, tp: int, drawn: dict) -> list[float]:
-    """Train a model whose rotary tables are shifted and rescaled by chance; return its losses."""
+def drawing(pp: int, tp: int, name: str, is_drawn: bool) -> list[float]:
+    """Train a model whose shared tables are drawn by chance in each micro-batch, or not; return its losses."""
     import vit_tp
 
-    model = randomise_(tiny("vit_base_patch16_dinov3", **drawn))
+    model = randomise_(tiny(name, **(AUGMENTED if name == ROTARY and is_drawn else {})))
+    if name == SHARED and not is_drawn:
+        model.shared_rel_pos.mlp.drop1.p = 0.0  # timm's own 1/8, whatever the rates
     with torch.no_grad():
-        for block in model.blocks:
+        for block in model.blocks if name == ROTARY else []:
             block.attn.qkv.weight.mul_(10)  # sharp attention, so that positions matter
     pipe = vit_tp.pipeline(model, vit_tp.Topology(pp=pp, dp=1, tp=tp), F.cross_entropy)
     config = {
@@ -164,11 +167,12 @@ def augmented(pp: int, tp: int, drawn: dict) -> list[float]:
     ]
 
 
-def test_augmented_rotary_tables_are_drawn_alike_on_every_stage_and_rank():
-    [one], [plain] = run_world(augmented, 1, 1, 1, DRAWN), run_world(augmented, 1, 1, 1, {})
-    assert one != pytest.approx(plain, rel=1e-3), "the draws must matter"
+@pytest.mark.parametrize("name", [ROTARY, SHARED])
+def test_tables_are_drawn_alike_on_every_stage_and_rank(name: str):
+    [one], [other] = (run_world(drawing, 1, 1, 1, name, is_drawn) for is_drawn in (True, False))
+    assert one != pytest.approx(other, rel=1e-3), "the draws must matter"
     for pp, tp in [(2, 1), (1, 2), (2, 2)]:
-        for losses in run_world(augmented, pp * tp, pp, tp, DRAWN):
+        for losses in run_world(drawing, pp * tp, pp, tp, name, True):
             assert losses == pytest.approx(one, rel=LOSS_FLOAT32)
 
 

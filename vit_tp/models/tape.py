@@ -9,6 +9,7 @@ Source: the idea of torchdistx's deferred initialisation; written anew on torch'
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from vit_tp.parallel.rng import seeded
+
+OVERWRITING = ("aten::copy_", "aten::fill_", "aten::normal_", "aten::uniform_", "aten::zero_")
 
 
 class Operation(NamedTuple):
@@ -79,19 +82,25 @@ class Tape:
             return _resolve(end, real)
 
     def _led_to(self, memory: int) -> list[int]:
-        """Return the operations that some memory depends on, in order."""
-        needed, found = [memory], set()
-        seen = {memory}
+        """Return the operations that the last value of some memory depends on, in order.
+
+        An initialiser that sets all of a tensor makes what was drawn there before it vain, and that is left out.
+        """
+        needed, found = [(memory, len(self._operations))], set()
         while needed:
-            for index in self._writers[needed.pop()]:
-                if index in found:
-                    continue
-                found.add(index)
-                for tensor in _tensors(self._operations[index].args, self._operations[index].kwargs):
-                    other = _memory(tensor)
-                    if tensor.is_meta and other not in seen:
-                        seen.add(other)
-                        needed.append(other)
+            memory, until = needed.pop()
+            writers = self._writers[memory]
+            before = bisect_left(writers, until)
+            if not before or writers[before - 1] in found:
+                continue
+            index = writers[before - 1]
+            found.add(index)
+            operation = self._operations[index]
+            read = _tensors(operation.args, operation.kwargs)
+            if _overwrites(operation):
+                found.add(writers[0])  # whoever made the memory
+                read = read[1:]
+            needed += [(_memory(tensor), index) for tensor in read if tensor.is_meta]
         return sorted(found)
 
 
@@ -123,6 +132,14 @@ def _written(operation: Operation) -> list[Tensor]:
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return [*operation.results, *_tensors(changed)]
+
+
+def _overwrites(operation: Operation) -> bool:
+    """Return whether an operation sets all of its first argument's memory, whatever it held."""
+    if operation.function._schema.name not in OVERWRITING:
+        return False
+    target = operation.args[0]
+    return target.numel() * target.element_size() == target.untyped_storage().nbytes()
 
 
 def _padded(operation: Operation) -> list[object]:
