@@ -170,7 +170,7 @@ def drawing(pp: int, tp: int, name: str, is_drawn: bool) -> list[float]:
 @pytest.mark.parametrize("name", [ROTARY, SHARED])
 def test_tables_are_drawn_alike_on_every_stage_and_rank(name: str):
     [one], [other] = (run_world(drawing, 1, 1, 1, name, is_drawn) for is_drawn in (True, False))
-    assert one != pytest.approx(other, rel=1e-3), "the draws must matter"
+    assert one != pytest.approx(other, rel=10 * LOSS_FLOAT32), "the draws must matter"
     for pp, tp in [(2, 1), (1, 2), (2, 2)]:
         for losses in run_world(drawing, pp * tp, pp, tp, name, True):
             assert losses == pytest.approx(one, rel=LOSS_FLOAT32)
