@@ -210,6 +210,16 @@ def test_a_file_that_is_no_checkpoint_is_refused(name, tmp_path):
     assert name in text and ("Use" in text or "Convert" in text)
 
 
+def test_numbers_that_are_none_are_refused_by_name(checkpoint, tmp_path):
+    state = timm.models.load_state_dict(checkpoint)
+    state["blocks.0.mlp.fc1.bias"][3] = float("nan")
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.mlp\.fc1\.bias holds NaN in model\.pretrained=.*diverged"):
+        starting_weights(wish(saved(state, tmp_path / "nan.safetensors")), 7)
+    state["blocks.0.mlp.fc1.bias"] = torch.zeros(len(state["blocks.0.mlp.fc1.bias"]), dtype=torch.int8)
+    text = refused(wish(saved(state, tmp_path / "int8.safetensors")))
+    assert "1 of another type: blocks.0.mlp.fc1.bias (torch.int8 there, torch.float32 in the model)" in text
+
+
 def test_code_in_a_pickle_is_not_run(tmp_path):
     class Evil:
         def __reduce__(self):

@@ -15,6 +15,7 @@ from tests.tolerances import BLOCK_FLOAT64
 from vit_tp.errors import ConfigError
 from vit_tp.models.build import input_shape
 from vit_tp.models.costs import stage_bounds, stage_flops
+from vit_tp.models.dtypes import cast_buffers_, require_castable
 from vit_tp.models.layouts import LAYOUTS
 from vit_tp.models.stages import TABLES, build_stage, num_blocks, stage_names
 from vit_tp.models.weights import FirstWeights, materialise, record
@@ -192,6 +193,25 @@ def test_patches_are_dropped_alike_in_embedding_and_tables(name):
 
     whole.patch_drop.forward = drawn
     assert close(staged.detach(), whole(x).detach())
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_every_family_runs_in_bf16(name):
+    """As DeepSpeed has it: weights cast, and buffers where they meet weights."""
+    model, x = grown(name)
+    model, x = model.float(), x.float()
+    wanted = run(model, x).detach()
+    if any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):
+        with pytest.raises(ConfigError, match=r"compute\.dtype=bf16 does not go with the .* BatchNorm"):
+            require_castable(model, torch.bfloat16)
+        return
+    for param in model.parameters():
+        param.data = param.data.bfloat16()
+    cast_buffers_(model, torch.bfloat16)
+    found = run(model, x)
+    found.sum().backward()
+    assert found.dtype == torch.float32 or FAMILY_OF[name] in ("tnt", "crossvit")
+    assert (found.detach() - wanted).abs().max() < 0.1 * wanted.abs().max()
 
 
 def test_an_image_of_another_size_is_refused_where_tables_would_not_fit():

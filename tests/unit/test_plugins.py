@@ -95,9 +95,10 @@ def test_every_field_of_a_rule_is_explained():
     [
         (None, ["plugins: broken cannot be imported", "ModuleNotFoundError: No module named 'broken'"]),
         ("1 +", ["SyntaxError"]),
-        ("raise RuntimeError('my own trouble')", ["RuntimeError: my own trouble", "Use plugins="]),
+        ("raise RuntimeError('my own\\n trouble')", ["RuntimeError: my own trouble", "Use plugins="]),
+        ("import sys; sys.exit()", ["SystemExit"]),
     ],
-    ids=["missing", "no Python", "raises"],
+    ids=["missing", "no Python", "raises", "leaves"],
 )
 def test_a_plugin_that_cannot_be_imported_is_one_sentence_with_the_reason(tmp_path, text, words):
     if text is not None:

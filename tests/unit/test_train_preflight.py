@@ -52,6 +52,10 @@ REFUSED = {
         {"parallel__pp": 2, "recipe__freeze": ["patch_embed.*", "pos_embed", "blocks.[01].*"]},
         ["pipeline stage 0 (embed to blocks.1)", "recipe.freeze", "parallel.pp=1"],
     ),
+    "pattern that freezes nothing": (
+        {"recipe__freeze": ["blocks.0.*", "encoder.*"]},
+        ["recipe.freeze=['encoder.*'] fits no parameter", "patch_embed.proj.weight"],
+    ),
     "odd mixing": (
         {"recipe__mixing__mixup_alpha": 0.2, "recipe__global_batch_size": 33},
         ["compute.micro_batch_size=33 is odd", "compute.micro_batch_size=34"],

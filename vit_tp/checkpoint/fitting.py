@@ -73,7 +73,7 @@ def fit(
         is_strict: False where the model's family says that a pooling that is switched off leaves weights over.
 
     Raises:
-        CheckpointError: Names the tensors that are missing, surplus, or of another shape.
+        CheckpointError: Names the tensors that are missing, surplus, or of another shape or type.
     """
     wanted, weights = model.state_dict(), dict(weights)
     remade = [name for head in classifiers for name in _parts_to_make_anew(head, wanted, weights)]
@@ -89,6 +89,11 @@ def fit(
             f"{name} ({_shape(weights[name].shape)} there, {_shape(tensor.shape)} in the model)"
             for name, tensor in wanted.items()
             if name in weights and weights[name].shape != tensor.shape
+        ],
+        "of another type": [
+            f"{name} ({weights[name].dtype} there, {tensor.dtype} in the model)"
+            for name, tensor in wanted.items()
+            if name in weights and weights[name].is_floating_point() != tensor.is_floating_point()
         ],
     }
     if any(found.values()):

@@ -71,8 +71,17 @@ def start_from(model: ModelConfig, num_classes: int, in_chans: int, drawn: First
         for name, tensor in stage.named_timm_tensors():
             if name in weights:
                 tensor.copy_(weights[name])
+                _require_numbers(name, tensor, model.pretrained)
 
     return fill
+
+
+def _require_numbers(name: str, tensor: Tensor, source: Any) -> None:
+    if tensor.is_floating_point() and tensor.isnan().any():
+        raise CheckpointError(
+            f"{name} holds NaN in model.pretrained={source}; a training that starts there cannot go anywhere. "
+            f"Use weights that were saved before they diverged."
+        )
 
 
 def open_pretrained(model: ModelConfig, num_classes: int, in_chans: int) -> Fitted:
@@ -200,10 +209,16 @@ def _require_weights(cfg: Mapping[str, Any], name: str) -> str:
     )
 
 
+def _is_old_torch_file(path: str) -> bool:
+    """Return whether a file begins as torch.save wrote it before version 1.6: a pickle of a magic number."""
+    with open(Path(path).expanduser(), "rb") as file:
+        return file.read(2) == b"\x80\x02" and b"\xfc\x9c" in file.read(16)
+
+
 def _unreadable(error: Exception, source: str, model: ModelConfig) -> CheckpointError:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[0].rstrip(".") if lines else type(error).__name__
-    if "mmap can only be used" in reason:
+    if "mmap can only be used" in reason and _is_old_torch_file(source):
         return CheckpointError(
             f"{source} is not in the zip format of torch.save; it cannot be mapped, and each rank would have to read "
             f"all of it. Convert it once: python -c \"import torch; torch.save(torch.load('{source}', "

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -52,7 +53,7 @@ class Tape:
 
     def __init__(self, construct: Callable[[], nn.Module]) -> None:
         self._operations: list[Operation] = []
-        with torch.device("meta"), _Recorder(self._operations):
+        with torch.device("meta"), _Constants(), _Recorder(self._operations):
             self.model = construct()
         self._ends = dict(self.model.named_parameters(remove_duplicate=False))
         self._ends |= dict(self.model.named_buffers(remove_duplicate=False))
@@ -77,16 +78,19 @@ class Tape:
         end = self._ends[name]
         real: dict[int, Tensor] = {}
         with torch.no_grad(), seeded(*seed):
-            for index in self._led_to(_memory(end)):
-                _repeat(self._operations[index], real)
+            for operation in self.leading_to(name):
+                _repeat(operation, real)
             return _resolve(end, real)
 
-    def _led_to(self, memory: int) -> list[int]:
-        """Return the operations that the last value of some memory depends on, in order.
+    def leading_to(self, name: str) -> list[Operation]:
+        """Return the operations that the value of a tensor depends on, in order.
 
         An initialiser that sets all of a tensor makes what was drawn there before it vain, and that is left out.
+
+        Args:
+            name: Of a parameter or buffer.
         """
-        needed, found = [(memory, len(self._operations))], set()
+        needed, found = [(_memory(self._ends[name]), len(self._operations))], set()
         while needed:
             memory, until = needed.pop()
             writers = self._writers[memory]
@@ -98,10 +102,21 @@ class Tape:
             operation = self._operations[index]
             read = _tensors(operation.args, operation.kwargs)
             if _overwrites(operation):
-                found.add(writers[0])  # whoever made the memory
+                needed.append((memory, writers[0] + 1))  # whoever made the memory
                 read = read[1:]
             needed += [(_memory(tensor), index) for tensor in read if tensor.is_meta]
-        return sorted(found)
+        return [self._operations[index] for index in sorted(found)]
+
+
+class _Constants(TorchFunctionMode):
+    """Makes tensors of Python numbers on the CPU and copies them to meta, which would forget the numbers."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        to_meta = str(kwargs.get("device") or "meta") == "meta"
+        if func in (torch.tensor, torch.as_tensor, torch.asarray) and to_meta:
+            return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
+        return func(*args, **kwargs)
 
 
 class _Recorder(TorchDispatchMode):
@@ -181,9 +196,6 @@ def _resolve(tensor: Tensor, real: dict[int, Tensor]) -> Tensor:
     """Return the real tensor that lies where a recorded one lay in its memory."""
     if not tensor.is_meta:
         return tensor
-    memory = real.get(_memory(tensor))
-    if memory is None:  # a Python number made a tensor of meta, which forgets it: torch.tensor(0) of BatchNorm
-        size = tensor.untyped_storage().nbytes() // tensor.element_size()
-        memory = real[_memory(tensor)] = unset_(torch.empty(size, dtype=tensor.dtype))
+    memory = real[_memory(tensor)]
     flat = torch.empty(0, dtype=tensor.dtype).set_(memory.untyped_storage(), 0, (0,), (1,))
     return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

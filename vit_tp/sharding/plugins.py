@@ -28,8 +28,9 @@ def load_plugins(names: Sequence[str]) -> None:
     for name in names:
         try:
             import_module(name)
-        except Exception as error:  # it is somebody else's code: whatever it raises, the sentence must name it
+        except (Exception, SystemExit) as error:  # somebody else's code: whatever it raises, the sentence must name it
+            said = " ".join(str(error).split())
             raise ConfigError(
                 f"plugins: {name} cannot be imported from {here} or the installed packages "
-                f"({type(error).__name__}: {error}). Use plugins=[<an importable module>]."
+                f"({type(error).__name__}: {said}). Use plugins=[<an importable module>]."
             ) from error

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from vit_tp.config import OptimizerConfig
 from vit_tp.errors import ConfigError
-from vit_tp.models.dtypes import require_castable
+from vit_tp.models.dtypes import cast_buffers_, require_castable
 from vit_tp.models.stages import require_images
 from vit_tp.parallel.collectives import broadcast_from_first_
 from vit_tp.parallel.groups import limit_waiting
@@ -100,6 +100,7 @@ def initialize(
     for key, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         if config.get(key, {}).get("enabled"):
             require_castable(pipe, dtype)
+            cast_buffers_(pipe, dtype)
     named = config.pop("optimizer", None)
     if optimizer is None:
         if named is None:
@@ -125,7 +126,8 @@ def evaluator(pipe: VitPipeline, micro_batch_size: int, dtype: torch.dtype) -> V
     config = {"train_micro_batch_size_per_gpu": micro_batch_size, "gradient_accumulation_steps": 1, **_UNPARTITIONED}
     require_castable(pipe, dtype)
     for param in pipe.parameters():
-        param.data = param.data.to(dtype)  # buffers stay, as in training: rotary positions, statistics
+        param.data = param.data.to(dtype)
+    cast_buffers_(pipe, dtype)
     return _build(pipe, {**config, "steps_per_print": NEVER}, None)
 
 

@@ -139,7 +139,15 @@ def _require_pixels_as_pretrained(model: nn.Module, data: DataConfig) -> None:
 
 
 def _require_trainable(model: nn.Module, bounds: list[int], freeze: list[str]) -> None:
-    """Every pipeline rank makes an optimizer of its own, which cannot be empty."""
+    """Every pattern must mean something, and every pipeline rank makes an optimizer of its own, which is not empty."""
+    idle = [
+        pattern for pattern in freeze if not any(is_frozen(name, [pattern]) for name, _ in model.named_parameters())
+    ]
+    if idle:
+        raise ConfigError(
+            f"recipe.freeze={idle} fits no parameter of this model, so it would freeze nothing. Use timm's names, such "
+            f"as {', '.join(name for name, _ in list(model.named_parameters())[:3])} or blocks.0.*."
+        )
     names = stage_names(model)
     trainable = [
         any(not is_frozen(name, freeze) for stage in names[start:stop] for name, _ in _stage_parameters(model, stage))

@@ -37,7 +37,9 @@ def run(words: Sequence[str]) -> int:
         if not word.startswith("plugins=")
     ]
     if "--models" not in words:
-        complaints += [f"{word} asks for a model. Use vit-tp doctor --models {word}." for word in patterns]
+        complaints += [
+            f"{word} asks for models. Use vit-tp doctor --models {word}." for word in (*patterns, *overrides)
+        ]
     if complaints:
         raise ConfigError(complaints)
     return _models(patterns, overrides) if "--models" in words else _installation()
