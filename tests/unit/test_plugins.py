@@ -93,12 +93,13 @@ def test_every_field_of_a_rule_is_explained():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, ["plugins: broken cannot be imported", "ModuleNotFoundError: No module named 'broken'"]),
-        ("1 +", ["SyntaxError"]),
-        ("raise RuntimeError('my own\\n trouble')", ["RuntimeError: my own trouble", "Use plugins="]),
-        ("import sys; sys.exit()", ["SystemExit"]),
+        (None, ["plugins: broken cannot be imported", "ModuleNotFoundError: No module named 'broken'", "PYTHONPATH"]),
+        ("1 +", ["plugins: broken was found, but", "SyntaxError", "broken.py, line 1"]),
+        ("\nraise RuntimeError('my own\\n trouble')", ["RuntimeError: my own trouble", "broken.py line 2", "Mend it"]),
+        ("import sys; sys.exit()", ["SystemExit", "broken.py line 1"]),
+        ("import nonsense_of_mine", ["was found, but", "No module named 'nonsense_of_mine'", "broken.py line 1"]),
     ],
-    ids=["missing", "no Python", "raises", "leaves"],
+    ids=["missing", "no Python", "raises", "leaves", "needs another"],
 )
 def test_a_plugin_that_cannot_be_imported_is_one_sentence_with_the_reason(tmp_path, text, words):
     if text is not None:

@@ -340,6 +340,17 @@ def test_a_rule_that_cuts_says_what_tp_must_divide():
         register_rule(MyMlp, ShardRule(column={"fc1": 1}, row={"fc2": 1}))
 
 
+def test_a_misspelt_name_is_pointed_at():
+    with pytest.raises(
+        ShardRuleError, match=r"does not name fc2 exactly once.* It names fcc2, which the module does not"
+    ):
+        require_covered(
+            ShardRule(column={"fc1": 1}, row={"fcc2": 1}),
+            nn.ModuleDict({"fc1": nn.Linear(2, 2), "fc2": nn.Linear(2, 2)}),
+            "it",
+        )
+
+
 def test_a_saved_buffer_is_not_cut():
     """Only parameters are merged again, so a checkpoint would hold a slice of it."""
     rule = ShardRule(cut={"table": 0}, divides={"width": "table.shape[0]"})

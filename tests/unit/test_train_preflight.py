@@ -136,7 +136,7 @@ def test_what_a_run_starts_from_is_checked_and_told_before_any_rank(tmp_path):
     config = digits_config(model__pretrained=str(tmp_path / "vit.pth"))
     assert preflight(config).lines[-1] == (
         f"weights   {tmp_path}/vit.pth: 53 loaded, resized pos_embed (1 x 4 x 32 -> 1 x 16 x 32); "
-        f"re-made head.weight, head.bias; ignored head.bias, head.weight"
+        f"re-made head.weight, head.bias"
     )
     del state["blocks.2.attn.qkv.bias"]
     torch.save(state, tmp_path / "vit.pth")

@@ -132,7 +132,9 @@ def _account(
         },
         computed=[name for name, t in weights.items() if name not in there and t.data_ptr() not in addresses],
         remade=remade,
-        idle=sorted(n for n, t in there.items() if n in idle or not (n in weights or t.data_ptr() in used)),
+        idle=sorted(
+            n for n, t in there.items() if n not in remade and (n in idle or not (n in weights or t.data_ptr() in used))
+        ),
     )
 
 

@@ -30,7 +30,8 @@ def build_model(model: ModelConfig, num_classes: int, in_chans: int) -> nn.Modul
     """
     if not timm.is_model(model.timm):
         close = difflib.get_close_matches(model.timm.split(".")[0], timm.list_models(), n=4, cutoff=0.5)
-        hint = f"Did you mean {', '.join(close)}?" if close else "See timm.list_models()."
+        hint = f"Did you mean {', '.join(close)}?" if close else "See `vit-tp doctor --models`."
+        hint += " A model of your own needs plugins=[<its module>]."
         raise ConfigError(f"model.timm={model.timm} is not a model of timm {timm.__version__}. {hint}")
     kwargs = {"num_classes": num_classes, "in_chans": in_chans, **model.kwargs}
     if model.img_size is not None:

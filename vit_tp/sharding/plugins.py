@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -29,8 +30,19 @@ def load_plugins(names: Sequence[str]) -> None:
         try:
             import_module(name)
         except (Exception, SystemExit) as error:  # somebody else's code: whatever it raises, the sentence must name it
-            said = " ".join(str(error).split())
+            said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            if isinstance(error, ModuleNotFoundError) and error.name == name.split(".")[0]:
+                raise ConfigError(
+                    f"plugins: {name} cannot be imported from {here} or the installed packages ({said}). Type the "
+                    f"command in the folder where it lies, put that folder on PYTHONPATH, or use plugins=[<a module>]."
+                ) from error
             raise ConfigError(
-                f"plugins: {name} cannot be imported from {here} or the installed packages "
-                f"({type(error).__name__}: {said}). Use plugins=[<an importable module>]."
+                f"plugins: {name} was found, but ends when it is imported{_line(error)} ({said}), so its rules and "
+                f"models are not known. Mend it; python -c 'import {name}' shows where."
             ) from error
+
+
+def _line(error: BaseException) -> str:
+    """Return where in a plugin an error came from, as far as it is known."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return "" if "importlib" in last.filename else f", in {last.filename} line {last.lineno}"

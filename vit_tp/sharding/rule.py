@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vit_tp.config.types import close_names
 from vit_tp.errors import ShardRuleError
 
 Parts = int | Callable[[nn.Module], tuple[int, ...]]
@@ -153,9 +154,12 @@ def require_covered(rule: ShardRule, module: nn.Module, where: str) -> None:
     """
     unnamed = [path for path in _paths(module, rule.names) if rule.names.count(path) != 1]
     if unnamed:
+        held = set(_paths(module, rule.names))
+        misspelt = [other for name in unnamed for other in close_names(name, set(rule.names) - held)]
+        hint = f" It names {', '.join(misspelt)}, which the module does not have." if misspelt else ""
         raise ShardRuleError(
             f"the sharding rule of {where} does not name {', '.join(unnamed)} exactly once; what it does not name it "
-            f"cannot cut. Use a model without it, or give the class a rule that names it with vit_tp.register_rule."
+            f"cannot cut.{hint} Use a model without it, or a rule that names it, with vit_tp.register_rule."
         )
     for path in (*rule.column, *rule.row, *rule.mixes):
         child = find(module, path)

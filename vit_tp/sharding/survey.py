@@ -22,7 +22,7 @@ class Survey:
 
     Args:
         name: timm's.
-        cut: Classes of attention and MLP that are cut.
+        cut: Classes of attention and MLP that are cut; and whether the model only encodes.
         tp_sizes: Ranks that could share each weight, up to MAX_TP.
         num_params: Of the whole model.
         num_tokens: Sequence length in the first block at the model's own input size; None where it has no blocks.
@@ -52,7 +52,8 @@ def survey(name: str) -> Survey:
     legal = [tp for tp in legal_tp_sizes(matches) if tp <= MAX_TP]
     streams = _streams(model)
     stages = "yes" if layout_of(model) else "two streams" if len(streams) > 1 else "no layout"
-    return Survey(name, " + ".join(kinds), legal, num_params, max(streams, default=None), stages)
+    cut = " + ".join(kinds) + ("" if hasattr(model, "reset_classifier") else ", no classifier")
+    return Survey(name, cut, legal, num_params, max(streams, default=None), stages)
 
 
 class _Stop(Exception):

@@ -187,6 +187,12 @@ def _require_logits(model: nn.Module, num_classes: int) -> None:
         )
 
 
+def _changed(config: Config) -> str:
+    """Return in what a model differs from timm's of that name."""
+    kwargs = [f"{name}={show(value)}" for name, value in config.model.kwargs.items() if value is not None]
+    return f" with {', '.join(kwargs)}" if kwargs else ""
+
+
 def _held(stages: list[StagePlan]) -> int:
     """Return how many parameters of the whole model one tensor-parallel rank would hold."""
     return sum(stage.num_params for stage in stages) + max(stage.num_table_params for stage in stages)
@@ -208,8 +214,8 @@ def _describe(
     steps = steps_per_epoch(spec.num_train, plan.global_batch_size)
     _, chans, height, width = input_shape(model, 1)
     return [
-        f"model     {config.model.timm}: {params / 1e6:.2f} M parameters, {num_blocks(model)} blocks, "
-        f"input {chans} x {height} x {width}",
+        f"model     {config.model.timm}{_changed(config)}: {params / 1e6:.2f} M parameters, "
+        f"{num_blocks(model)} blocks, input {chans} x {height} x {width}",
         f"grid      tp={topology.tp} x pp={topology.pp} x dp={topology.dp} = {topology.world_size} processes, "
         f"{config.compute.dtype}",
         *([f"whole     {kept}"] if kept else []),
