@@ -38,7 +38,7 @@ def masks() -> dict[str, list[torch.Tensor]]:
     topology = vit_tp.Topology(pp=1, dp=2, tp=2)
     model = small_vit("meta", **{**RICH, **WHOLE, **CUT, "drop_path_rate": 0.9})
     pipe = vit_tp.pipeline(model, topology, torch.nn.functional.cross_entropy)
-    block = pipe.stages[2].inner
+    block = pipe.stages[2].block
     block.attn.fused_attn = False  # so that attention dropout is a module
     seen: dict[str, list[torch.Tensor]] = {"rng": []}
     for name in ("attn.attn_drop", "mlp.drop1", "attn.proj_drop", "mlp.drop2", "drop_path1", "drop_path2"):
