@@ -15,8 +15,7 @@ from tests.distributed.tiny import FAMILY_OF, builds, image_size, tiny
 from tests.tolerances import FAMILY_FLOAT64, LAMBDAS_FLOAT32
 from tests.worlds import run_world
 
-BUILD_OF = builds()
-BUILDS = list(dict.fromkeys(BUILD_OF.values()))
+build_of = cache(builds)  # when first asked: every rank of a world imports this module
 
 
 ONLY_LEGAL = {
@@ -46,15 +45,16 @@ def compare_all(names: list[str]) -> dict[str, Comparison | str]:
 @cache
 def found(tp_size: int) -> list[dict[str, Comparison | str]]:
     """Return the comparisons of all builds by rank: one world for all, or starting them would take an hour."""
-    return run_world(compare_all, tp_size, BUILDS, timeout_s=500)
+    return run_world(compare_all, tp_size, sorted(set(build_of().values())), timeout_s=500)
 
 
 @pytest.mark.parametrize("name", FAMILY_OF)
 @pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_cut_model_has_the_numbers_of_stock_timm(name: str, tp_size: int):
-    legal = ONLY_LEGAL.get(BUILD_OF[name], [1, 2, 4])
+    build = build_of()[name]
+    legal = ONLY_LEGAL.get(build, [1, 2, 4])
     for rank, by_name in enumerate(found(tp_size)):
-        result = by_name[BUILD_OF[name]]
+        result = by_name[build]
         if tp_size not in legal:
             assert f"parallel.tp={', '.join(map(str, legal))}" in result
             continue
