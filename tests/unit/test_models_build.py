@@ -50,7 +50,7 @@ def test_an_unknown_model_is_refused_with_close_names(name):
 
 
 def test_a_name_like_no_other_points_to_the_list():
-    assert "See timm.list_models()." in refusal(timm="qqqqqqqq")
+    assert "See `vit-tp doctor --models`." in refusal(timm="qqqqqqqq")
 
 
 @pytest.mark.parametrize(
