@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vit_tp.errors import ConfigError
 from vit_tp.models.costs import stage_bounds
+from vit_tp.models.heap import trim_heap
 from vit_tp.models.stages import TABLES, BlockStage, Stage, Tables, stage_names
 from vit_tp.models.weights import Fill, FirstWeights, materialise
 from vit_tp.parallel.groups import Groups, build_groups
@@ -59,6 +60,7 @@ class StageBuilder:
 
     def _cut(self, stage: Stage) -> Stage:
         cut_(stage.inner, self.region, cut_head_from=self.cut_head_from, indivisible=self.indivisible)
+        trim_heap()
         return stage
 
 
