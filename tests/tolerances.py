@@ -24,3 +24,9 @@ the gradient's size, so a parameter whose gradient is rounding noise can take it
 
 BF16_SPREAD = 3.0
 """A bf16 run may lie this many times further from the mean than single-process runs with other micro-batches do."""
+
+LANES_FLOAT64 = 1e-12
+"""Partial sums against lanes in one process, in float64: only the order of sums differs; seen at most 1e-13."""
+
+NORMS_FLOAT32 = 1e-6
+"""Models whose norms timm computes in float32 whatever their type: a last bit of float64 may round either way."""
