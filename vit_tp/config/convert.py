@@ -89,7 +89,7 @@ def fingerprint(config: Config, dp_size: int | None = None) -> str:
     if is_micro_batch_learnt(config):
         learnt["micro_batch_size"] = batch_plan(config, dp_size or config.parallel.dp or 1).micro_batch_size
     draws_apart = any(config.model.kwargs.get(rate) for rate in ("attn_drop_rate", "proj_drop_rate"))
-    if draws_apart or config.recipe.sync == "partial":
+    if draws_apart or not is_one_model(config):
         learnt["tp"] = config.parallel.tp
     return _digest(learnt)
 
@@ -99,6 +99,12 @@ def is_micro_batch_learnt(config: Config) -> bool:
     mixing = config.recipe.mixing
     drawn = any("drop" in key and key.endswith("rate") and rate for key, rate in config.model.kwargs.items())
     return drawn or mixing.mixup_alpha > 0 or mixing.cutmix_alpha > 0
+
+
+def is_one_model(config: Config) -> bool:
+    """Say whether the weights, merged, are one model on any tp; with partial sums each rank has a stream of its own."""
+    recipe = config.recipe
+    return recipe.sync != "partial" or recipe.sync_fraction == 1 or config.parallel.tp == 1
 
 
 def region_name(config: Config) -> str:

@@ -30,11 +30,13 @@ class Region:
         has_ends: Whether `start` and `finish` do anything, so that blocks must form one list with known ends.
         grad_sum: Whether parameters that are whole on every rank but used on the stream get partial gradients.
         divides_tokens: Whether each rank has tokens of its own on the stream: dropout there draws per rank.
+        is_one_model: Whether the slices of all ranks, merged, are a model that gives the same on any number of ranks.
     """
 
     has_ends: ClassVar[bool] = False
     grad_sum: ClassVar[bool] = False
     divides_tokens: ClassVar[bool] = False
+    is_one_model: bool = True
 
     def __init__(self, tp_group: ProcessGroup) -> None:
         self.tp_group = tp_group
@@ -150,6 +152,7 @@ class PartialRegion(Region):
     def __init__(self, tp_group: ProcessGroup, fraction: float) -> None:
         super().__init__(tp_group)
         self.fraction = fraction
+        self.is_one_model = fraction == 1
 
     def num_shared(self, width: int) -> int:
         """Return how many of so many channels are summed."""
