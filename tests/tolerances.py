@@ -24,3 +24,6 @@ the gradient's size, so a parameter whose gradient is rounding noise can take it
 
 BF16_SPREAD = 3.0
 """A bf16 run may lie this many times further from the mean than single-process runs with other micro-batches do."""
+
+CUT_LOSS_FLOAT64 = 1e-12
+"""Loss of cut logits against torch's of whole ones in float64, relative where above one: sums of a few classes."""

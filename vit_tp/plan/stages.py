@@ -94,7 +94,13 @@ def plan_stages(
         stage = copy.deepcopy(build_stage(model, name)).to(dtype)
         tables = [stage.tables] if isinstance(stage, BlockStage) else []
         for part in (stage, *tables):
-            cut_(part.inner, OneOfMany(tp_size), cut_head_from=cut_head_from, indivisible=indivisible)
+            cut_(
+                part.inner,
+                OneOfMany(tp_size),
+                cut_head_from=cut_head_from,
+                gather_logits=False,  # as `vit-tp train` has it
+                indivisible=indivisible,
+            )
         weights = {p.untyped_storage() for p in stage.parameters()}
         x, saved = _forward_and_saved(stage, x.detach().requires_grad_(bool(plans)))
         activation_bytes = sum(storage.nbytes() for storage in saved - weights)

@@ -11,10 +11,11 @@ from torch.distributed import ProcessGroup
 from vit_tp.errors import ShardRuleError
 from vit_tp.parallel.regions import Region, build_region
 from vit_tp.parallel.rng import PrivateStream
+from vit_tp.sharding.classifier import cut_classifier_, require_classifier
 from vit_tp.sharding.contracts import keep_contracts_
 from vit_tp.sharding.edits import edit_
 from vit_tp.sharding.indivisible import require_cut
-from vit_tp.sharding.layers import Enter, GatheredLinear, MixLinear, Pause, RowLinear
+from vit_tp.sharding.layers import Enter, MixLinear, Pause, RowLinear
 from vit_tp.sharding.matches import Match, plan_cut
 from vit_tp.sharding.norms import SPANNING
 from vit_tp.sharding.placement import Placement, Replicated, Sharded, mark
@@ -29,6 +30,7 @@ def cut_(
     *,
     name: str = "",
     cut_head_from: int = CUT_HEAD_FROM,
+    gather_logits: bool = True,
     indivisible: str = "refuse",
 ) -> list[Match]:
     """Cut a module and what its rule walks, in place, real or on meta.
@@ -37,7 +39,8 @@ def cut_(
         module: A timm model, or the part of one that a pipeline stage holds. Its weights must be whole.
         region: Where partial sums are exchanged.
         name: The module's name in the timm model.
-        cut_head_from: Number of classes from which on the classifier is cut too, where tp divides it.
+        cut_head_from: Number of classes from which on the classifier is cut too.
+        gather_logits: Whether a cut classifier gives whole logits, or this rank's columns.
         indivisible: See `plan_cut`.
 
     Returns:
@@ -50,7 +53,7 @@ def cut_(
     """
     matches = plan_cut(module, region.tp_size, name, indivisible)
     for match in matches:
-        _cut_match_(match, region, cut_head_from)
+        _cut_match_(match, region, cut_head_from, gather_logits)
     return matches
 
 
@@ -60,6 +63,7 @@ def shard_(
     region: str = "exact",
     *,
     cut_head_from: int = CUT_HEAD_FROM,
+    gather_logits: bool = True,
     indivisible: str = "refuse",
 ) -> nn.Module:
     """Cut a timm model in place, so that each rank of `tp_group` holds its share of attention and MLP.
@@ -72,6 +76,8 @@ def shard_(
         tp_group: The ranks that share each weight.
         region: Where partial sums are exchanged: "exact".
         cut_head_from: Number of classes from which on the classifier is cut too.
+        gather_logits: Let a cut classifier return whole logits (B, K), for any loss. False cuts the classifier whatever
+            its number of classes and returns this rank's columns (B, ceil(K/tp)), for `vit_tp.ShardedCrossEntropy`.
         indivisible: Where the number of ranks does not divide heads or MLP width: "refuse", or "mlp_only" to keep
             such modules whole on every rank.
 
@@ -80,7 +86,8 @@ def shard_(
 
     Raises:
         ConfigError: If the region or `indivisible` is unknown.
-        ShardRuleError: If the model holds a class without a rule, or nothing that can be cut.
+        ShardRuleError: If the model holds a class without a rule, or nothing that can be cut; or no classifier that can
+            be, where logits are not to be gathered.
         TopologyError: If the number of ranks does not divide heads or MLP width.
     """
     if hasattr(model, "tp_cut"):
@@ -88,21 +95,26 @@ def shard_(
     exchange = build_region(region, tp_group)
     matches = plan_cut(model, exchange.tp_size, indivisible=indivisible)
     require_cut(model, matches, exchange.tp_size)
+    if not gather_logits:
+        require_classifier(model, matches)
+        cut_head_from = 1
     for match in matches:
-        _cut_match_(match, exchange, cut_head_from)
+        _cut_match_(match, exchange, cut_head_from, gather_logits)
     root = matches[0].rule
 
     def cut_classifiers_(model: nn.Module) -> None:
         for path in root.wide:
-            _cut_classifier_(model, path, exchange, cut_head_from)
+            cut_classifier_(model, path, exchange, cut_head_from, gather_logits)
 
     keep_contracts_(model, exchange, cut_classifiers_)
     return model
 
 
-def _cut_match_(match: Match, region: Region, cut_head_from: int) -> None:
+def _cut_match_(match: Match, region: Region, cut_head_from: int, gather_logits: bool) -> None:
     module, rule = match.module, match.rule
-    _cut_tensors_(module, rule, region, cut_head_from)
+    for path in rule.wide:
+        cut_classifier_(module, path, region, cut_head_from, gather_logits)
+    _cut_tensors_(module, rule, region)
     if not rule.cuts or region.tp_size == 1:
         return
     for path in rule.column:
@@ -121,7 +133,7 @@ def _cut_match_(match: Match, region: Region, cut_head_from: int) -> None:
         _put_exchanges_(match, region)
 
 
-def _cut_tensors_(module: nn.Module, rule: ShardRule, region: Region, cut_head_from: int) -> None:
+def _cut_tensors_(module: nn.Module, rule: ShardRule, region: Region) -> None:
     partial = Replicated(grad_sum=region.tp_size > 1)
     for name in rule.own:
         _replace_(module, name, Replicated(), region)
@@ -130,8 +142,6 @@ def _cut_tensors_(module: nn.Module, rule: ShardRule, region: Region, cut_head_f
     for path in rule.partial:
         _replicate_(find(module, path), partial)
         _replace_(module, path, partial, region)
-    for path in rule.wide:
-        _cut_classifier_(module, path, region, cut_head_from)
     for name, dim in rule.cut.items():
         if (tensor := own_tensors(module).get(name)) is not None:
             _replace_(module, name, Sharded(dim, (tensor.shape[dim],)), region)
@@ -175,17 +185,6 @@ def _put_exchanges_(match: Match, region: Region) -> None:
 
 def _sizes(parts: Parts, module: nn.Module, width: int) -> tuple[int, ...]:
     return (width // parts,) * parts if isinstance(parts, int) else parts(module)
-
-
-def _cut_classifier_(module: nn.Module, path: str, region: Region, cut_head_from: int) -> None:
-    linear = find(module, path)
-    if not isinstance(linear, nn.Linear) or linear.out_features < cut_head_from or linear.out_features % region.tp_size:
-        _replicate_(linear, Replicated())
-        return
-    for name in ("weight", "bias"):
-        _replace_(linear, name, Sharded(0, (linear.out_features,)), region)
-    if region.tp_size > 1:
-        module.set_submodule(path, GatheredLinear(linear, region))
 
 
 def _replicate_(module: nn.Module | None, placement: Placement) -> None:

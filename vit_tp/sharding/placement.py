@@ -38,27 +38,48 @@ class Sharded:
     Args:
         dim: The dim that is cut.
         parts: Full sizes of the parts along `dim`, in order.
+        padding: Zeros behind the last part, so that the ranks divide it; the last ranks hold them.
     """
 
     dim: int
     parts: tuple[int, ...]
+    padding: int = 0
 
     def cut(self, full: Tensor, tp_size: int, tp_rank: int) -> Tensor:
         """Return one rank's slice of the full tensor. Inverse: `merge`.
 
         Raises:
-            ValueError: If tp_size does not divide every part, or the parts do not add up to the dim.
+            ValueError: If tp_size does not divide every part, padding included, or the parts do not add up to the dim.
         """
-        if sum(self.parts) != full.shape[self.dim] or any(part % tp_size for part in self.parts):
+        if sum(self.parts) != full.shape[self.dim] or any(size % tp_size for size in self._padded):
             raise ValueError(f"{self} does not cut dim {self.dim} of {tuple(full.shape)} into {tp_size} equal shares.")
-        shares = [part.chunk(tp_size, self.dim)[tp_rank] for part in full.split(self.parts, self.dim)]
+        shares = [
+            self._share(part, size // tp_size, tp_rank)
+            for part, size in zip(full.split(self.parts, self.dim), self._padded)
+        ]
         return torch.cat(shares, self.dim)
 
     def merge(self, locals_: Sequence[Tensor]) -> Tensor:
         """Return the full tensor from the slices of all ranks, in rank order. Inverse: `cut`."""
         tp_size = len(locals_)
-        shares = [local.split([part // tp_size for part in self.parts], self.dim) for local in locals_]
-        return torch.cat([share for part in zip(*shares) for share in part], self.dim)
+        shares = [local.split([size // tp_size for size in self._padded], self.dim) for local in locals_]
+        padded = torch.cat([share for part in zip(*shares) for share in part], self.dim)
+        return padded.narrow(self.dim, 0, sum(self.parts)).contiguous() if self.padding else padded
+
+    @property
+    def _padded(self) -> tuple[int, ...]:
+        *parts, last = self.parts
+        return (*parts, last + self.padding)
+
+    def _share(self, part: Tensor, size: int, tp_rank: int) -> Tensor:
+        """Return the `size` rows that a rank holds of one part, zeros where the part is at its end."""
+        first = min(tp_rank * size, part.shape[self.dim])
+        own = part.narrow(self.dim, first, min(size, part.shape[self.dim] - first))
+        if (missing := size - own.shape[self.dim]) == 0:
+            return own
+        shape = list(part.shape)
+        shape[self.dim] = missing
+        return torch.cat([own, part.new_zeros(shape)], self.dim)
 
 
 Placement = Replicated | Sharded
