@@ -143,7 +143,7 @@ def data_of(kind: str) -> list:
     return [(images, mixup_target(targets, CLASSES, lam=0.7, smoothing=0.1)) for images, targets in data]
 
 
-def train_odd(pp: int, dp: int, tp: int, kind: str, gather_logits: bool) -> dict[str, Any]:
+def train_odd(pp: int, dp: int, tp: int, kind: str, gather_logits: bool, dtype: str = "fp32") -> dict[str, Any]:
     """Train on this rank; return losses, norms, whole weights first and last, and the largest number in the padding."""
     import vit_tp
     from vit_tp.sharding.placement import Sharded, placement_of
@@ -165,6 +165,7 @@ def train_odd(pp: int, dp: int, tp: int, kind: str, gather_logits: bool) -> dict
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
         "gradient_clipping": CLIP,
+        "bf16": {"enabled": dtype == "bf16"},
     }
 
     def whole() -> dict:
@@ -221,6 +222,13 @@ def test_training_equals_stock_timm(grid, kind, gather_logits, first_weights):
     for name, tensor in merged(results, "last").items():
         limit = 2 * LR * STEPS if name.endswith("k_norm.bias") else WEIGHT_STEPS * LR  # see test_training_parity.py
         assert (tensor - weights[name]).abs().max() <= limit, name
+
+
+def test_bf16_logits_give_the_loss_of_gathered_ones():
+    """The first loss: the columns are the same bits, and each is widened before anything is summed."""
+    cut, gathered = (run_world(train_odd, 4, 2, 1, 2, "smoothed", gather, "bf16") for gather in (False, True))
+    assert cut[0]["losses"][0] == pytest.approx(gathered[0]["losses"][0], rel=1e-6)
+    assert all(rank["losses"] == cut[0]["losses"] and rank["padding"] == 0.0 for rank in cut)
 
 
 # -- through the command's own assembly: ten digits over four ranks have two rows of padding --------------------------

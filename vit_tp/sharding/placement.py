@@ -51,35 +51,37 @@ class Sharded:
         Raises:
             ValueError: If tp_size does not divide every part, padding included, or the parts do not add up to the dim.
         """
-        if sum(self.parts) != full.shape[self.dim] or any(size % tp_size for size in self._padded):
+        widths = self._widths(tp_size)
+        if sum(self.parts) != full.shape[self.dim] or sum(widths) * tp_size != full.shape[self.dim] + self.padding:
             raise ValueError(f"{self} does not cut dim {self.dim} of {tuple(full.shape)} into {tp_size} equal shares.")
-        shares = [
-            self._share(part, size // tp_size, tp_rank)
-            for part, size in zip(full.split(self.parts, self.dim), self._padded)
-        ]
-        return torch.cat(shares, self.dim)
+        shares = []
+        for part, width in zip(full.split(self.parts, self.dim), widths):
+            first = min(tp_rank * width, part.shape[self.dim])
+            shares.append(part.narrow(self.dim, first, _held(part.shape[self.dim], width, tp_rank)))
+        shape = list(full.shape)
+        shape[self.dim] = sum(widths) - sum(share.shape[self.dim] for share in shares)
+        return torch.cat([*shares, full.new_zeros(shape)] if shape[self.dim] else shares, self.dim)
 
     def merge(self, locals_: Sequence[Tensor]) -> Tensor:
         """Return the full tensor from the slices of all ranks, in rank order. Inverse: `cut`."""
-        tp_size = len(locals_)
-        shares = [local.split([size // tp_size for size in self._padded], self.dim) for local in locals_]
-        padded = torch.cat([share for part in zip(*shares) for share in part], self.dim)
-        return padded.narrow(self.dim, 0, sum(self.parts)).contiguous() if self.padding else padded
+        widths = self._widths(len(locals_))
+        shares = [local.split(widths, self.dim) for local in locals_]
+        pieces = [
+            share.narrow(self.dim, 0, _held(size, width, rank))
+            for size, width, of_part in zip(self.parts, widths, zip(*shares))
+            for rank, share in enumerate(of_part)
+        ]
+        return torch.cat(pieces, self.dim)
 
-    @property
-    def _padded(self) -> tuple[int, ...]:
+    def _widths(self, tp_size: int) -> list[int]:
+        """Return what each rank holds of each part, padding included."""
         *parts, last = self.parts
-        return (*parts, last + self.padding)
+        return [size // tp_size for size in (*parts, last + self.padding)]
 
-    def _share(self, part: Tensor, size: int, tp_rank: int) -> Tensor:
-        """Return the `size` rows that a rank holds of one part, zeros where the part is at its end."""
-        first = min(tp_rank * size, part.shape[self.dim])
-        own = part.narrow(self.dim, first, min(size, part.shape[self.dim] - first))
-        if (missing := size - own.shape[self.dim]) == 0:
-            return own
-        shape = list(part.shape)
-        shape[self.dim] = missing
-        return torch.cat([own, part.new_zeros(shape)], self.dim)
+
+def _held(size: int, width: int, rank: int) -> int:
+    """Return how much of a part a rank holds, padding not counted."""
+    return min(max(size - rank * width, 0), width)
 
 
 Placement = Replicated | Sharded
