@@ -201,7 +201,7 @@ def first_weights() -> dict[str, torch.Tensor]:
         ((2, 1, 2), "smoothed", False),
         ((2, 1, 2), "mixed", False),
         ((1, 1, 4), "smoothed", False),
-        ((1, 2, 2), "mixed", False),
+        pytest.param((1, 2, 2), "mixed", False, marks=pytest.mark.slow),
     ],
 )
 def test_training_equals_stock_timm(grid, kind, gather_logits, first_weights):
@@ -236,7 +236,9 @@ def test_bf16_logits_give_the_loss_of_gathered_ones():
 CUT = {"parallel__cut_head_from": 2}
 
 
-@pytest.mark.parametrize(("pp", "tp", "recipe"), [(1, 4, MIXED), (2, 2, {"recipe__smoothing": 0.1})])
+@pytest.mark.parametrize(
+    ("pp", "tp", "recipe"), [(1, 4, MIXED), pytest.param(2, 2, {"recipe__smoothing": 0.1}, marks=pytest.mark.slow)]
+)
 def test_runs_with_a_cut_classifier_are_those_without(pp: int, tp: int, recipe: dict[str, Any], tmp_path: Path):
     """Losses, figures and exported weights; then `vit-tp eval` of them on four ranks, and stock timm."""
     recipe = {"compute__micro_batch_size": 8, "compute__eval_micro_batch_size": 50, **recipe}

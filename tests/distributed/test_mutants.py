@@ -136,7 +136,7 @@ def test_a_mutant_of_a_family_fails_its_proof(mutate, name):
 
 def mutated_loss(mutate) -> dict[str, tuple[float, float, float]]:
     mutate()
-    return against_torch("mean", ["hard", "smoothed"])
+    return against_torch(["hard", "smoothed"])
 
 
 @pytest.mark.parametrize(
