@@ -143,7 +143,9 @@ def data_of(kind: str) -> list:
     return [(images, mixup_target(targets, CLASSES, lam=0.7, smoothing=0.1)) for images, targets in data]
 
 
-def train_odd(pp: int, dp: int, tp: int, kind: str, gather_logits: bool, dtype: str = "fp32") -> dict[str, Any]:
+def train_odd(
+    pp: int, dp: int, tp: int, kind: str, gather_logits: bool, region: str = "exact", dtype: str = "fp32"
+) -> dict[str, Any]:
     """Train on this rank; return losses, norms, whole weights first and last, and the largest number in the padding."""
     import vit_tp
     from vit_tp.sharding.placement import Sharded, placement_of
@@ -158,7 +160,7 @@ def train_odd(pp: int, dp: int, tp: int, kind: str, gather_logits: bool, dtype: 
         loss_fn = vit_tp.ShardedCrossEntropy(groups.tp_group, CLASSES, smoothing)
     model = small_vit("meta", **ODD)
     pipe = vit_tp.pipeline(
-        model, topology, loss_fn, cut_head_from=2, gather_logits=gather_logits, seed=7, groups=groups
+        model, topology, loss_fn, region=region, cut_head_from=2, gather_logits=gather_logits, seed=7, groups=groups
     )
     settings = {
         "train_micro_batch_size_per_gpu": BATCH // dp // 2,
@@ -194,19 +196,20 @@ def first_weights() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("grid", "kind", "gather_logits"),
+    ("grid", "kind", "gather_logits", "region"),
     [
-        ((2, 1, 2), "hard", False),
-        ((2, 1, 2), "hard", True),
-        ((2, 1, 2), "smoothed", False),
-        ((2, 1, 2), "mixed", False),
-        ((1, 1, 4), "smoothed", False),
-        pytest.param((1, 2, 2), "mixed", False, marks=pytest.mark.slow),
+        ((2, 1, 2), "hard", True, "exact"),
+        ((2, 1, 2), "smoothed", False, "sequence"),
+        ((2, 1, 2), "mixed", False, "exact"),
+        ((1, 1, 4), "smoothed", False, "exact"),
+        pytest.param((1, 1, 4), "hard", True, "sequence", marks=pytest.mark.slow),
+        pytest.param((2, 1, 2), "hard", False, "exact", marks=pytest.mark.slow),
+        pytest.param((1, 2, 2), "mixed", False, "exact", marks=pytest.mark.slow),
     ],
 )
-def test_training_equals_stock_timm(grid, kind, gather_logits, first_weights):
+def test_training_equals_stock_timm(grid, kind, gather_logits, region, first_weights):
     pp, dp, tp = grid
-    results = run_world(train_odd, pp * dp * tp, pp, dp, tp, kind, gather_logits)
+    results = run_world(train_odd, pp * dp * tp, pp, dp, tp, kind, gather_logits, region)
     first = merged(results, "first")
     assert all(torch.equal(first[name], first_weights[name]) for name in first_weights)
     smoothing = 0.1 if kind == "smoothed" else 0.0
@@ -226,7 +229,7 @@ def test_training_equals_stock_timm(grid, kind, gather_logits, first_weights):
 
 def test_bf16_logits_give_the_loss_of_gathered_ones():
     """The first loss: the columns are the same bits, and each is widened before anything is summed."""
-    cut, gathered = (run_world(train_odd, 4, 2, 1, 2, "smoothed", gather, "bf16") for gather in (False, True))
+    cut, gathered = (run_world(train_odd, 4, 2, 1, 2, "smoothed", gather, dtype="bf16") for gather in (False, True))
     assert cut[0]["losses"][0] == pytest.approx(gathered[0]["losses"][0], rel=1e-6)
     assert all(rank["losses"] == cut[0]["losses"] and rank["padding"] == 0.0 for rank in cut)
 
@@ -234,10 +237,11 @@ def test_bf16_logits_give_the_loss_of_gathered_ones():
 # -- through the command's own assembly: ten digits over four ranks have two rows of padding --------------------------
 
 CUT = {"parallel__cut_head_from": 2}
+SMOOTHED = {"recipe__smoothing": 0.1}
 
 
 @pytest.mark.parametrize(
-    ("pp", "tp", "recipe"), [(1, 4, MIXED), pytest.param(2, 2, {"recipe__smoothing": 0.1}, marks=pytest.mark.slow)]
+    ("pp", "tp", "recipe"), [(1, 4, MIXED), pytest.param(2, 2, SMOOTHED, marks=pytest.mark.slow)], ids=["mixed", "pp2"]
 )
 def test_runs_with_a_cut_classifier_are_those_without(pp: int, tp: int, recipe: dict[str, Any], tmp_path: Path):
     """Losses, figures and exported weights; then `vit-tp eval` of them on four ranks, and stock timm."""

@@ -171,26 +171,36 @@ class Shapes(TorchDispatchMode):
 @contextlib.contextmanager
 def exchanges():
     """Yield a list of (collective, bytes that this rank gives) of all that is sent meanwhile."""
+    from vit_tp.parallel import collectives
+
     sent: list[tuple[str, int]] = []
-    names = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all", "all_gather_into_tensor")
-    kept = {name: getattr(dist, name) for name in names}
+    names = ("all_reduce", "all_gather", "all_gather_single", "all_gather_into_tensor", "broadcast", "reduce_scatter")
+    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+    held = [  # wherever our code has it from
+        (module, key, name)
+        for module in (dist, collectives)
+        for key, value in vars(module).items()
+        for name, original in originals.items()
+        if value is original
+    ]
 
     def counting(name: str):
         def counted(*args, **kwargs):
             given = args[1] if name.startswith("all_gather") else args[0]
-            kind = "max" if kwargs.get("op") == dist.ReduceOp.MAX else "sum" if name == "all_reduce" else name
+            is_max = kwargs.get("op") == dist.ReduceOp.MAX
+            kind = "gather" if name.startswith("all_gather") else "max" if is_max else name.replace("all_reduce", "sum")
             sent.append((kind, given.numel() * given.element_size()))
-            return kept[name](*args, **kwargs)
+            return originals[name](*args, **kwargs)
 
         return counted
 
-    for name in names:
-        setattr(dist, name, counting(name))
+    for module, key, name in held:
+        setattr(module, key, counting(name))
     try:
         yield sent
     finally:
-        for name, function in kept.items():
-            setattr(dist, name, function)
+        for module, key, name in held:
+            setattr(module, key, originals[name])
 
 
 def counted(kind: str, gather_logits: bool) -> dict[str, Any]:
@@ -257,7 +267,7 @@ def test_gathering_keeps_makes_and_sends_whole_logits():
     for rank in run_world(counted, 2, "hard", True):
         assert rank["saved"] >= ROWS * CLASSES * 4
         assert rank["largest"] >= CLASSES
-        assert rank["forward"] == [("all_gather", rank["held"])]
+        assert rank["forward"] == [("gather", rank["held"])]
         assert rank["backward"] == [("sum", rank["input"])]
 
 

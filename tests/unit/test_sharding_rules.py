@@ -1,17 +1,17 @@
 """What a rule covers is cut and marked; what it does not cover is refused by name, and nothing was touched."""
 
-from dataclasses import dataclass
-
 import pytest
 import timm
 import torch
 import torch.distributed as dist
 from timm.layers import Attention, Mlp
 from timm.models.vision_transformer import Block, VisionTransformer
-from torch import Tensor, nn
+from torch import nn
 
 import vit_tp
 from vit_tp.errors import ConfigError, ShardRuleError, TopologyError
+from vit_tp.parallel.groups import StandIn
+from vit_tp.parallel.regions import ExactRegion
 from vit_tp.sharding.classifier import ColumnLinear, GatheredLinear, is_classifier_cut, require_classifier
 from vit_tp.sharding.convert import cut_
 from vit_tp.sharding.edits import edit_
@@ -28,22 +28,9 @@ NAMES = [
 ]  # fmt: skip
 
 
-@dataclass
-class Alone:
-    """A region of one rank of many that exchanges nothing: enough to cut and to look."""
-
-    tp_size: int
-    tp_rank: int = 0
-    tp_group: None = None
-
-    def enter(self, x: Tensor) -> Tensor:
-        return x
-
-    def leave(self, x: Tensor) -> Tensor:
-        return x
-
-    def total(self, x: Tensor) -> Tensor:
-        return x
+def Alone(tp_size: int, tp_rank: int = 0) -> ExactRegion:
+    """Return the region of one rank of many that exchanges nothing: enough to cut and to look."""
+    return ExactRegion(StandIn(tp_size, tp_rank))
 
 
 def build(**kwargs) -> nn.Module:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from vit_tp.checkpoint.export import fill_from
 from vit_tp.checkpoint.pretrained import start_from
-from vit_tp.config import BatchPlan, Config, DataConfig, batch_plan, eval_batch_plan
+from vit_tp.config import BatchPlan, Config, DataConfig, batch_plan, eval_batch_plan, region_name
 from vit_tp.data.loader import Batch, train_batches
 from vit_tp.data.order import steps_per_epoch
 from vit_tp.data.sources import build_source, describe
@@ -148,6 +148,9 @@ def assemble(config: Config, topology: Topology, device: torch.device, weights: 
         cut_head_from=config.parallel.cut_head_from,
         gather_logits=not is_cut,
         indivisible=config.parallel.indivisible,
+        region=region_name(config),
+        fraction=config.recipe.sync_fraction,
+        recompute=config.compute.recompute,
         seed=config.run.seed,
         fill=fill,
         groups=groups,
