@@ -29,7 +29,14 @@ STEPS, GLOBAL_BATCH, CLIP = 20, 16, 0.5
 
 
 def train_grid(
-    pp: int, dp: int, tp: int, grad_accum_steps: int, kwargs: dict[str, Any], steps: int, config: dict[str, Any]
+    pp: int,
+    dp: int,
+    tp: int,
+    grad_accum_steps: int,
+    kwargs: dict[str, Any],
+    steps: int,
+    config: dict[str, Any],
+    **cut: Any,
 ) -> dict:
     """Train on this rank; return losses, norms, first and last weights (whole) of the stages that it holds."""
     import vit_tp
@@ -37,7 +44,7 @@ def train_grid(
     from vit_tp.train.engine import full_precision
 
     topology = vit_tp.Topology(pp=pp, dp=dp, tp=tp)
-    pipe = vit_tp.pipeline(small_vit("meta", **kwargs), topology, torch.nn.functional.cross_entropy, seed=7)
+    pipe = vit_tp.pipeline(small_vit("meta", **kwargs), topology, torch.nn.functional.cross_entropy, seed=7, **cut)
     settings = {
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dp // grad_accum_steps,
         "gradient_accumulation_steps": grad_accum_steps,
