@@ -115,7 +115,9 @@ class ParallelConfig:
     partition: Any = knob("parameters", "blocks to stages by parameters | flops | [0, 3, 6]: first block of each stage")
     embed_weight: float | None = knob(None, "cost of the patch embedding in blocks; null: measured")
     head_weight: float | None = knob(None, "cost of the head in blocks; null: measured")
-    cut_head_from: int = knob(4096, "cut the classifier over tp from this many classes on")
+    cut_head_from: int = knob(
+        4096, "cut the classifier over tp from this many classes on; the loss then never gathers logits"
+    )
     indivisible: str = knob(
         "refuse", "where tp does not divide heads or MLP width: refuse | mlp_only: keep those whole"
     )

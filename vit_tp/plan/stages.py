@@ -80,7 +80,7 @@ def plan_stages(
         stage = copy.deepcopy(build_stage(model, name)).to(dtype)
         tables = [stage.tables] if isinstance(stage, BlockStage) else []
         for part in (stage, *tables):
-            cut_stage_(part, exchange, cut_head_from, indivisible, recompute)
+            cut_stage_(part, exchange, cut_head_from, False, indivisible, recompute)  # `vit-tp train` gathers no logits
         weights = {p.untyped_storage() for p in stage.parameters()}
         x = x.detach().requires_grad_(bool(plans))
         kept = {x.untyped_storage()} if getattr(stage, "is_recomputed", False) else set()  # checkpoint holds it itself

@@ -11,13 +11,13 @@ from torch.distributed import ProcessGroup
 from vit_tp.errors import ConfigError, ShardRuleError
 from vit_tp.parallel.regions import Region, build_region
 from vit_tp.parallel.rng import PrivateStream
+from vit_tp.sharding.classifier import cut_classifier_, require_classifier
 from vit_tp.sharding.contracts import keep_contracts_
 from vit_tp.sharding.edits import edit_
 from vit_tp.sharding.indivisible import require_cut
 from vit_tp.sharding.layers import (
     DrawApart,
     Enter,
-    GatheredLinear,
     HeldRowLinear,
     JoinedRowLinear,
     MixLinear,
@@ -40,6 +40,7 @@ def cut_(
     *,
     name: str = "",
     cut_head_from: int = CUT_HEAD_FROM,
+    gather_logits: bool = True,
     indivisible: str = "refuse",
     recompute: str = "none",
 ) -> list[Match]:
@@ -49,7 +50,8 @@ def cut_(
         module: A timm model, or the part of one that a pipeline stage holds. Its weights must be whole.
         region: Where partial sums are exchanged.
         name: The module's name in the timm model.
-        cut_head_from: Number of classes from which on the classifier is cut too, where tp divides it.
+        cut_head_from: Number of classes from which on the classifier is cut too.
+        gather_logits: Whether a cut classifier gives whole logits, or this rank's columns.
         indivisible: See `plan_cut`.
         recompute: What blocks do not save: "none", "norm_act", or "block" where the caller checkpoints them whole.
 
@@ -62,7 +64,7 @@ def cut_(
         TopologyError: If tp does not divide it; nothing was changed.
     """
     matches = plan_cut(module, region.tp_size, name, indivisible)
-    _cut_matches_(matches, region, cut_head_from, recompute)
+    _cut_matches_(matches, region, cut_head_from, gather_logits, recompute)
     return matches
 
 
@@ -73,6 +75,7 @@ def shard_(
     *,
     fraction: float = 1.0,
     cut_head_from: int = CUT_HEAD_FROM,
+    gather_logits: bool = True,
     indivisible: str = "refuse",
     recompute: str = "none",
 ) -> nn.Module:
@@ -88,6 +91,8 @@ def shard_(
             of each product, which is another model.
         fraction: Of "partial": share of the channels that is summed.
         cut_head_from: Number of classes from which on the classifier is cut too.
+        gather_logits: Let a cut classifier return whole logits (B, K), for any loss. False cuts the classifier whatever
+            its number of classes and returns this rank's columns (B, ceil(K/tp)), for `vit_tp.ShardedCrossEntropy`.
         indivisible: Where the number of ranks does not divide heads or MLP width: "refuse", or "mlp_only" to keep
             such modules whole on every rank.
         recompute: "none", or "norm_act" to make outputs of norms and activations again in backward. To recompute whole
@@ -98,8 +103,8 @@ def shard_(
 
     Raises:
         ConfigError: If the region, `indivisible` or `recompute` is unknown.
-        ShardRuleError: If the model holds a class without a rule, nothing that can be cut, or no stream of tokens for a
-            region that needs one.
+        ShardRuleError: If the model holds a class without a rule, nothing that can be cut, no stream of tokens for a
+            region that needs one, or no classifier whose logits could be left ungathered.
         TopologyError: If the number of ranks does not divide heads or MLP width.
     """
     if hasattr(model, "tp_cut"):
@@ -112,29 +117,36 @@ def shard_(
     exchange = build_region(region, tp_group, fraction)
     matches = plan_cut(model, exchange.tp_size, indivisible=indivisible)
     require_cut(model, matches, exchange.tp_size)
+    if not gather_logits:
+        require_classifier(model, matches)
+        cut_head_from = 1
     require_stream(model, matches, exchange, recompute)
-    _cut_matches_(matches, exchange, cut_head_from, recompute)
+    _cut_matches_(matches, exchange, cut_head_from, gather_logits, recompute)
     join_ends_(matches, exchange)
     root = matches[0].rule
 
     def cut_classifiers_(model: nn.Module) -> None:
         for path in root.wide:
-            _cut_classifier_(model, path, exchange.outside, cut_head_from)
+            cut_classifier_(model, path, exchange, cut_head_from, gather_logits)
 
     keep_contracts_(model, exchange, cut_classifiers_)
     return model
 
 
-def _cut_matches_(matches: list[Match], region: Region, cut_head_from: int, recompute: str) -> None:
+def _cut_matches_(
+    matches: list[Match], region: Region, cut_head_from: int, gather_logits: bool, recompute: str
+) -> None:
     savings = build_savings_(matches, region, recompute)
     for match in matches:
+        for path in match.rule.wide:
+            cut_classifier_(match.module, path, region, cut_head_from, gather_logits)
         around = region.outside if match.block is None else region
-        _cut_match_(match, around, cut_head_from, savings.get(match.block))
+        _cut_match_(match, around, savings.get(match.block))
 
 
-def _cut_match_(match: Match, region: Region, cut_head_from: int, saving: Saving | None) -> None:
+def _cut_match_(match: Match, region: Region, saving: Saving | None) -> None:
     module, rule = match.module, match.rule
-    _cut_tensors_(module, rule, region, cut_head_from)
+    _cut_tensors_(module, rule, region)
     if not rule.cuts or region.tp_size == 1:
         return
     for path in rule.column:
@@ -153,7 +165,7 @@ def _cut_match_(match: Match, region: Region, cut_head_from: int, saving: Saving
         _put_exchanges_(match, region, saving)
 
 
-def _cut_tensors_(module: nn.Module, rule: ShardRule, region: Region, cut_head_from: int) -> None:
+def _cut_tensors_(module: nn.Module, rule: ShardRule, region: Region) -> None:
     partial = Replicated(grad_sum=region.tp_size > 1)
     whole = Replicated(grad_sum=region.grad_sum and region.tp_size > 1)
     for name in rule.own:
@@ -163,8 +175,6 @@ def _cut_tensors_(module: nn.Module, rule: ShardRule, region: Region, cut_head_f
     for path in rule.partial:
         _replicate_(find(module, path), partial)
         _replace_(module, path, partial, region)
-    for path in rule.wide:
-        _cut_classifier_(module, path, region, cut_head_from)
     for name, dim in rule.cut.items():
         if (tensor := own_tensors(module).get(name)) is not None:
             _replace_(module, name, Sharded(dim, (tensor.shape[dim],)), region)
@@ -223,17 +233,6 @@ def _put_rows_(module: nn.Module, rule: ShardRule, region: Region, stream: Priva
 
 def _sizes(parts: Parts, module: nn.Module, width: int) -> tuple[int, ...]:
     return (width // parts,) * parts if isinstance(parts, int) else parts(module)
-
-
-def _cut_classifier_(module: nn.Module, path: str, region: Region, cut_head_from: int) -> None:
-    linear = find(module, path)
-    if not isinstance(linear, nn.Linear) or linear.out_features < cut_head_from or linear.out_features % region.tp_size:
-        _replicate_(linear, Replicated())
-        return
-    for name in ("weight", "bias"):
-        _replace_(linear, name, Sharded(0, (linear.out_features,)), region)
-    if region.tp_size > 1:
-        module.set_submodule(path, GatheredLinear(linear, region))
 
 
 def _replicate_(module: nn.Module | None, placement: Placement) -> None:

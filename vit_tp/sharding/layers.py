@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vit_tp.parallel.collectives import gather_from_group
 from vit_tp.parallel.regions import Region
 from vit_tp.parallel.rng import PrivateStream
 from vit_tp.sharding.saving import Saving
@@ -180,23 +179,3 @@ class MixLinear(nn.Linear):
         mixed = self.region.total(F.linear(x, self.weight))
         own = mixed.narrow(-1, self.region.tp_rank * self.out_features, self.out_features)
         return own if self.bias is None else own + self.bias.to(own.dtype)
-
-
-class GatheredLinear(nn.Linear):
-    """A classifier whose classes are cut: (B, C) -> (B, K) through (B, K/tp).
-
-    Args:
-        linear: The layer to replace; weight (K/tp, C) and bias (K/tp,) are cut already.
-        region: Where the gradient of the shared input is summed.
-    """
-
-    def __init__(self, linear: nn.Linear, region: Region) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.weight.shape[1], linear.weight.shape[0]
-        self.weight, self.bias = linear.weight, linear.bias
-        self.region = region
-        self.train(linear.training)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.linear(self.region.enter(x), self.weight, self.bias)
-        return gather_from_group(x, self.region.tp_group)

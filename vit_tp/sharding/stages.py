@@ -12,6 +12,7 @@ def cut_stage_(
     stage: Stage,
     region: Region,
     cut_head_from: int = CUT_HEAD_FROM,
+    gather_logits: bool = True,
     indivisible: str = "refuse",
     recompute: str | int = "none",
 ) -> Stage:
@@ -21,11 +22,19 @@ def cut_stage_(
         stage: A whole stage.
         region: Where partial sums are exchanged, the same for all stages of a rank.
         cut_head_from: See `cut_`.
+        gather_logits: See `cut_`.
         indivisible: See `plan_cut`.
         recompute: "none", "norm_act", "block", or N to recompute every Nth block.
     """
     kind = recompute_of_block(recompute, stage.index) if isinstance(stage, BlockStage) else "none"
-    cut_(stage.inner, region, cut_head_from=cut_head_from, indivisible=indivisible, recompute=kind)
+    cut_(
+        stage.inner,
+        region,
+        cut_head_from=cut_head_from,
+        gather_logits=gather_logits,
+        indivisible=indivisible,
+        recompute=kind,
+    )
     if isinstance(stage, BlockStage):
         stage.is_recomputed = kind == "block"
     elif isinstance(stage, EmbedStage):

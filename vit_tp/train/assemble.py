@@ -29,6 +29,8 @@ from vit_tp.parallel.topology import Topology
 from vit_tp.recipe.mixing import Mixer
 from vit_tp.recipe.optimizer import build_optimizer, is_frozen, param_groups
 from vit_tp.recipe.schedule import build_schedule
+from vit_tp.sharding.classifier import is_classifier_cut
+from vit_tp.sharding.matches import plan_cut
 from vit_tp.sharding.plugins import load_plugins
 from vit_tp.tasks.classification import Classification, build_task
 from vit_tp.train.engine import VitEngine, evaluator, initialize
@@ -128,7 +130,9 @@ def assemble(config: Config, topology: Topology, device: torch.device, weights: 
         param.requires_grad_(not is_frozen(name, config.recipe.freeze))
     timeout = timedelta(seconds=config.compute.timeout_s)
     groups = build_groups(topology, timeout)
-    task = build_task(config, spec.num_classes)
+    matches = plan_cut(model, topology.tp, indivisible=config.parallel.indivisible)
+    is_cut = is_classifier_cut(matches, topology.tp, config.parallel.cut_head_from)
+    task = build_task(config, spec.num_classes, groups.tp_group if is_cut else None)
     drawn = FirstWeights(config.run.seed)
     if weights is None:
         fill = start_from(config.model, spec.num_classes, spec.in_chans, drawn)
@@ -142,6 +146,7 @@ def assemble(config: Config, topology: Topology, device: torch.device, weights: 
         embed_weight=config.parallel.embed_weight,
         head_weight=config.parallel.head_weight,
         cut_head_from=config.parallel.cut_head_from,
+        gather_logits=not is_cut,
         indivisible=config.parallel.indivisible,
         region=region_name(config),
         fraction=config.recipe.sync_fraction,

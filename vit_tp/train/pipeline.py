@@ -22,6 +22,7 @@ from vit_tp.parallel.regions import Region, build_region
 from vit_tp.parallel.rng import Clock
 from vit_tp.parallel.topology import Topology
 from vit_tp.recipe.optimizer import no_decay_names
+from vit_tp.sharding.classifier import require_classifier
 from vit_tp.sharding.convert import CUT_HEAD_FROM
 from vit_tp.sharding.indivisible import require_cut
 from vit_tp.sharding.matches import plan_cut
@@ -41,6 +42,7 @@ class StageBuilder:
         region: Where partial sums are exchanged.
         clock: Shared by all stages.
         cut_head_from: Number of classes from which on the classifier is cut over tp.
+        gather_logits: Whether it then gives whole logits, or this rank's columns.
         indivisible: See `plan_cut`.
         recompute: See `pipeline`.
     """
@@ -50,6 +52,7 @@ class StageBuilder:
     region: Region
     clock: Clock
     cut_head_from: int
+    gather_logits: bool
     indivisible: str
     recompute: str | int
 
@@ -63,7 +66,7 @@ class StageBuilder:
         return self._cut(materialise(self.model, name, self.fill, self.clock, tables))
 
     def _cut(self, stage: Stage) -> Stage:
-        cut_stage_(stage, self.region, self.cut_head_from, self.indivisible, self.recompute)
+        cut_stage_(stage, self.region, self.cut_head_from, self.gather_logits, self.indivisible, self.recompute)
         trim_heap()
         return stage
 
@@ -208,6 +211,7 @@ def pipeline(
     embed_weight: float | None = None,
     head_weight: float | None = None,
     cut_head_from: int = CUT_HEAD_FROM,
+    gather_logits: bool = True,
     indivisible: str = "refuse",
     seed: int = 0,
     fill: Fill | None = None,
@@ -229,6 +233,8 @@ def pipeline(
         embed_weight: Cost of the embedding in mean blocks; None counts it.
         head_weight: The same for the head.
         cut_head_from: Number of classes from which on the classifier is cut over tp.
+        gather_logits: Give `loss_fn` whole logits (B, K) from a cut classifier too. False cuts the classifier whatever
+            its number of classes and gives this rank's columns (B, ceil(K/tp)), for `vit_tp.ShardedCrossEntropy`.
         indivisible: Where tp does not divide heads or MLP width: "refuse", or "mlp_only" to keep such modules whole.
         seed: Of weights and of all randomness in forward.
         fill: Where the weights of a model on meta come from; None draws them by `seed`.
@@ -239,19 +245,23 @@ def pipeline(
 
     Raises:
         ConfigError: If the model cannot be laid out on that many stages, or the region or `recompute` is unknown.
-        ShardRuleError: If a module has no sharding rule, or the model no stream of tokens that a region needs.
+        ShardRuleError: If a module has no sharding rule, the model no stream of tokens that a region needs, or no
+            classifier whose logits could be left ungathered.
         TopologyError: If the world or the heads do not fit the grid.
     """
     bounds = stage_bounds(model, topology.pp, partition, embed_weight, head_weight)
     matches = plan_cut(model, topology.tp, indivisible=indivisible)
     if topology.tp > 1:
         require_cut(model, matches, topology.tp)
+    if not gather_logits:
+        require_classifier(model, matches)
+        cut_head_from = 1
     require_stream(model, matches, build_region(region, StandIn(topology.tp), fraction), recompute)
     start_communication()
     groups = groups or build_groups(topology)
     exchange, clock = build_region(region, groups.tp_group, fraction), Clock(seed=seed)
     fill = fill or FirstWeights(seed)
-    builder = StageBuilder(model, fill, exchange, clock, cut_head_from, indivisible, recompute)
+    builder = StageBuilder(model, fill, exchange, clock, cut_head_from, gather_logits, indivisible, recompute)
     num_tokens = count_tokens(model) if exchange.divides_tokens else {}
     specs = [StageSpec(builder, name) for name in stage_names(model)]
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology

@@ -29,6 +29,7 @@ from vit_tp.plan.stages import StagePlan, plan_ranks, plan_stages
 from vit_tp.recipe.mixing import Mixer
 from vit_tp.recipe.optimizer import is_frozen
 from vit_tp.sharding.catalogue import require_cuttable
+from vit_tp.sharding.classifier import is_classifier_cut
 from vit_tp.sharding.indivisible import describe_kept, require_cut
 from vit_tp.sharding.matches import Match, plan_cut
 from vit_tp.sharding.plugins import load_plugins
@@ -203,6 +204,12 @@ def _held(stages: list[StagePlan]) -> int:
     return sum(stage.num_params for stage in stages) + max(stage.num_table_params for stage in stages)
 
 
+def _describe_head(num_classes: int, tp: int) -> str:
+    return (
+        f"{num_classes} classes cut over tp={tp}: each rank holds {-(-num_classes // tp)}, and logits are not gathered"
+    )
+
+
 def _describe(
     config: Config,
     topology: Topology,
@@ -226,6 +233,7 @@ def _describe(
         config.compute.recompute,
     )
     kept = describe_kept(matches, topology.tp, _held(stages), params)
+    is_head_cut = is_classifier_cut(matches, topology.tp, parallel.cut_head_from)
     steps = steps_per_epoch(spec.num_train, plan.global_batch_size)
     _, chans, height, width = input_shape(model, 1)
     return [
@@ -234,6 +242,7 @@ def _describe(
         f"grid      tp={topology.tp} x pp={topology.pp} x dp={topology.dp} = {topology.world_size} processes, "
         f"{config.compute.dtype}",
         *([f"whole     {kept}"] if kept else []),
+        *([f"head      {_describe_head(spec.num_classes, topology.tp)}"] if is_head_cut else []),
         *(
             f"stage {index:<3} {rank.first} .. {rank.last}: each rank holds {rank.num_params / 1e6:.2f} M parameters "
             f"and at most {rank.micro_batches} micro-batches, {rank.activation_bytes / 2**20:.1f} MiB of activations"
