@@ -250,7 +250,7 @@ SUMS = {"hard": 2, "smoothed": 3, "soft": 3, "soft and smoothed": 4}
 
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_only_columns_of_this_rank_are_kept_made_and_sent(tp_size: int):
-    """docs/parallelism-head.md has the formulas."""
+    """docs/parallelism.md has the formulas."""
     held = -(-CLASSES // tp_size)
     for kind, sums in SUMS.items():
         for rank in run_world(counted, tp_size, kind, False):

@@ -92,7 +92,10 @@ KEPT = [
     (PARALLEL, "sequence", "none", lambda t: 28 / t),
     (PARALLEL, "sequence", "norm_act", lambda t: 18 / t),
     (FUSED, "sequence", "none", lambda t: 30 / t),  # what is joined before its one projection is kept once more
+    (FUSED, "sequence", "norm_act", lambda t: 28 / t),
+    (PARALLEL, "sequence", "block", lambda t: 2 / t),
     (BASE, "partial", "none", lambda t: 8 + 24 / t),
+    (BASE, "partial", "norm_act", lambda t: 4 + 16 / t),
 ]  # fmt: skip
 
 
@@ -163,11 +166,15 @@ EXCHANGES = [
     (BASE, "sequence", "norm_act", 1.0, [G, S, G, S], [G, G, S, G, G, S]),
     # run once more: attention's entrance and exit, the MLP's entrance; nothing is gathered a third time
     (BASE, "sequence", "block", 1.0, [G, S, G, S], [G, G, S, G, S, G, S]),
+    (SCALED, "sequence", "block", 1.0, [G, S, G, S], [G, G, S, G, S, G, S, S]),
     (PARALLEL, "exact", "none", 1.0, [R], [R]),
+    (PARALLEL, "exact", "block", 1.0, [R], [R]),
+    (PARALLEL, "sequence", "block", 1.0, [G, S], [G, G, S]),
     (PARALLEL, "sequence", "none", 1.0, [G, S], [G, G, S]),
     (FUSED, "exact", "none", 1.0, [R], [R]),
     (BASE, "partial", "none", 0.5, [("all_reduce", 0.5)] * 2, [("all_reduce", 0.5)] * 2),
     (BASE, "partial", "none", 0.25, [("all_reduce", 0.25)] * 2, [("all_reduce", 0.25)] * 2),
+    (BASE, "partial", "block", 0.25, [("all_reduce", 0.25)] * 2, [("all_reduce", 0.25)] * 3),
     (BASE, "partial", "none", 0.0, [], []),
     (PARALLEL, "partial", "none", 0.5, [("all_reduce", 0.5)], [("all_reduce", 0.5)]),
 ]

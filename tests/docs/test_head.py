@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.docs.test_readme import ROOT, cpu_environment
 
-TEXT = "".join(path.read_text() for path in sorted((ROOT / "docs").glob("parallelism*.md")))
+TEXT = (ROOT / "docs" / "parallelism.md").read_text()
 PROGRAM = re.search(r"```python\n(# own_head\.py.*?)```", TEXT, re.DOTALL).group(1)
 
 
