@@ -195,3 +195,43 @@ def compiled(region: str, recompute: str) -> float:
 def test_compiled_blocks_recompute_the_same(region: str, recompute: str):
     """P50, in a loop of one's own; vit-tp has no knob for it."""
     assert max(run_world(compiled, 2, region, recompute, timeout_s=200)) < 1e-4
+
+
+def refusals() -> list[str]:
+    """What is refused by name: models without a stream, features of divided tokens, kinds that do not exist."""
+    import vit_tp
+
+    said = []
+
+    def ask(what) -> None:
+        try:
+            what()
+        except vit_tp.errors.VitTpError as error:
+            said.append(str(error))
+        else:
+            said.append("")
+
+    group = dist.group.WORLD
+    for name in ("samvit_base_patch16", "xcit_tiny_12_p8_224", "mixer_s16_224", "convit_tiny", "tnt_s_patch16_224"):
+        ask(lambda name=name: vit_tp.shard_(tiny(name), group, "sequence"))
+    ask(lambda: vit_tp.shard_(tiny("crossvit_9_240"), group, recompute="norm_act"))
+    cut = vit_tp.shard_(small_vit(), group, "sequence")
+    ask(lambda: cut.forward_intermediates(torch.zeros(1, 3, 32, 32)))
+    ask(lambda: vit_tp.shard_(small_vit(), group, recompute="block"))
+    ask(lambda: vit_tp.shard_(small_vit(), group, recompute="all"))
+    ask(lambda: vit_tp.shard_(small_vit(), group, "ring"))
+    ask(lambda: vit_tp.shard_(small_vit(), group, "partial", fraction=1.5))
+    ask(lambda: vit_tp.shard_(small_vit(num_heads=1), group, "sequence", indivisible="mlp_only"))
+    apart = vit_tp.shard_(small_vit(), group, "partial", fraction=0.5)
+    ask(lambda: vit_tp.full_state_dict(apart, group))
+    return said
+
+
+def test_what_cannot_be_is_refused_by_name():
+    for said in run_world(refusals, 2):
+        for text in said[:5]:
+            assert "SequenceRegion would give wrong numbers" in text and "parallel.sequence=false" in text
+        rest = ["recompute=norm_act", 'region="exact"', "set_grad_checkpointing", "none, norm_act, block", "partial",
+                "from 0 to 1", "kept whole on every rank", "another model"]  # fmt: skip
+        for text, words in zip(said[5:], rest, strict=True):
+            assert words in text, text

@@ -148,3 +148,30 @@ def test_a_wide_head_is_cut_and_changes_nothing(grid, tmp_path):
     assert cut["losses"] == pytest.approx(whole["losses"], rel=1e-5)
     assert cut["figures"]["eval/top1"] == whole["figures"]["eval/top1"]
     assert load_file(tmp_path / "cut" / "export" / "model.safetensors")["head.weight"].shape == (10, 32)
+
+
+@pytest.mark.parametrize(
+    ("grid", "overrides"),
+    [
+        ((2, 1, 2), {"parallel__sequence": True, "compute__recompute": "block"}),
+        ((1, 2, 2), {"parallel__sequence": True, "compute__recompute": "norm_act"}),
+        ((2, 2, 1), {"compute__recompute": 2}),
+        ((1, 1, 2), {"recipe__sync": "partial", "recipe__sync_fraction": 1.0}),
+    ],
+)
+def test_divided_tokens_and_recompute_change_nothing_of_a_run(grid, overrides, one, tmp_path):
+    """Mixed images, evaluation with padded batches included."""
+    ranks = world(grid, str(tmp_path), {**MIXED, **overrides})
+    assert ranks[0]["losses"] == pytest.approx(one["losses"], rel=1e-5)
+    assert ranks[0]["figures"]["eval/top1"] == one["figures"]["eval/top1"]
+    assert ranks[0]["figures"]["eval/loss"] == pytest.approx(one["figures"]["eval/loss"], rel=1e-5)
+
+
+def test_partial_sums_are_one_model_on_one_stage_and_two(tmp_path):
+    settings = {**MIXED, "recipe__sync": "partial", "recipe__sync_fraction": 0.5}
+    exact, flat, staged = (
+        world(grid, str(tmp_path / str(index)), chosen)[0]["losses"]
+        for index, (grid, chosen) in enumerate([((1, 1, 2), MIXED), ((1, 1, 2), settings), ((2, 1, 2), settings)])
+    )
+    assert staged == pytest.approx(flat, rel=1e-5)
+    assert flat != pytest.approx(exact, rel=1e-3), "else half of the channels would mean nothing"

@@ -17,6 +17,7 @@ from vit_tp.config import (
     eval_tag,
     fingerprint,
     from_dict,
+    is_one_model,
     list_knobs,
     run_folder,
     to_dict,
@@ -99,6 +100,17 @@ def test_the_defaults_pass():
         ({"parallel__partition": [0, 3, 3], "parallel__pp": 3}, ["does not grow", "parallel.partition=[0,1,2]"]),
         ({"parallel__partition": [0, 3], "parallel__pp": 3}, ["has 2 stages, parallel.pp=3", "Use parallel.pp=2"]),
         ({"parallel__partition": []}, ["parallel.partition=[] is not known"]),
+        ({"recipe__sync": "half"}, ["recipe.sync=half is not known", "exact, partial"]),
+        ({"recipe__sync_fraction": 1.5}, ["recipe.sync_fraction=1.5", "at most 1"]),
+        ({"recipe__sync": "partial", "parallel__sequence": True}, ["both cannot be", "parallel.sequence=false"]),
+        (
+            {"recipe__sync": "partial", "parallel__indivisible": "mlp_only"},
+            ["parallel.indivisible=mlp_only", "Use parallel.indivisible=refuse"],
+        ),
+        ({"compute__recompute": "blocks"}, ["compute.recompute=blocks", "none, norm_act, block", "=2."]),
+        ({"compute__recompute": -1}, ["compute.recompute=-1 is not known"]),
+        ({"compute__recompute": True}, ["compute.recompute=true is not known"]),
+        ({"compute__recompute": 1.5}, ["compute.recompute=1.5 is not known"]),
         ({"compute__dtype": "bf61"}, ["Did you mean compute.dtype=bf16?"]),
         ({"compute__dtype": "fp16", "compute__device": "cpu"}, ["fp16", "Use compute.dtype=bf16"]),
         ({"compute__device": "gpu"}, ["compute.device=gpu", "auto, cpu, cuda"]),
@@ -223,6 +235,8 @@ def test_an_evaluation_need_not_divide_the_training_batch():
         ({"model__pretrained": "vit.pth"}, False),
         ({"log__every_steps": 3, "cluster__port": 1234, "run__name": "other", "run__dir": "else"}, True),
         ({"data__num_workers": 3, "data__root": "/elsewhere"}, True),
+        ({"parallel__sequence": True, "parallel__tp": 2, "compute__recompute": "block"}, True),
+        ({"recipe__sync": "partial"}, False),
         ({"run__seed": 1}, False),
         ({"recipe__optimizer__lr": 2e-3}, False),
         ({"model__kwargs": {"depth": 3}}, False),
@@ -309,3 +323,12 @@ def test_check_does_not_change_the_config():
     check(config)
     assert to_dict(config) == before and read(config, "recipe.clip_grad") == 1
     assert replace(config) == config
+
+
+@pytest.mark.parametrize(("fraction", "is_learnt"), [(0.5, True), (0.0, True), (1.0, False)])
+def test_tensor_parallel_ranks_join_where_channels_are_not_all_summed(fraction, is_learnt):
+    """A run goes on, and is evaluated, on its own tp only."""
+    two, four = (config_with(recipe__sync="partial", recipe__sync_fraction=fraction, parallel__tp=tp) for tp in (2, 4))
+    assert (fingerprint(two) != fingerprint(four)) == is_learnt
+    assert is_one_model(two) == (not is_learnt)
+    assert is_one_model(config_with(recipe__sync="partial", recipe__sync_fraction=fraction, parallel__tp=1))
