@@ -29,9 +29,8 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=Path("runs/partial_sync"), help="folder of the runs")
     parser.add_argument("--seeds", type=int, default=3, help="runs for each share")
     options = parser.parse_args()
-    print(
-        "| share of channels summed | traffic of the blocks | train loss | validation loss | top-1 |\n|---|---|---|---|---|"
-    )
+    print("| share of channels summed | train loss | validation loss | top-1 |")
+    print("|---|---|---|---|")
     figure, axes = plt.subplots(figsize=(7, 4), constrained_layout=True)
     for fraction in FRACTIONS:
         folders = [run(fraction, seed, options.dir) for seed in range(options.seeds)]
@@ -39,7 +38,7 @@ def main() -> None:
         columns = {key: [result[key] for result in results] for key in ("loss", "eval/loss", "eval/top1")}
         shown = [", ".join(f"{value:.{digits}f}" for value in columns[key]) for key, digits in (
             ("loss", 3), ("eval/loss", 3), ("eval/top1", 4))]  # fmt: skip
-        print(f"| {fraction:g} | {fraction:g} | {' | '.join(shown)} |", flush=True)
+        print(f"| {fraction:g} | {' | '.join(shown)} |", flush=True)
         curves = [curve(folder) for folder in folders]
         steps = [step for step, _ in curves[0]]
         axes.plot(steps, [mean(points) for points in zip(*([loss for _, loss in c] for c in curves))],

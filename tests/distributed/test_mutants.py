@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 import torch.nn.functional as F
 
 from tests.distributed.parity import Comparison
@@ -12,7 +13,7 @@ from tests.distributed.test_block_parity import gradients_of
 from tests.distributed.test_cut_head import gradients_of_families
 from tests.distributed.test_cut_loss import against_torch
 from tests.distributed.test_families import compare_all
-from tests.tolerances import BLOCK_FLOAT64, CUT_LOSS_FLOAT64, FAMILY_FLOAT64
+from tests.tolerances import BLOCK_FLOAT64, CUT_LOSS_FLOAT64, FAMILY_FLOAT64, LANES_FLOAT64
 from tests.worlds import run_world
 
 
@@ -110,6 +111,80 @@ OF_FAMILIES = [
     (position_tables_left_partial, "samvit_base_patch16"),
     (position_tables_left_partial, "vit_relpos_base_patch16_224"),
 ]
+
+
+def gathered_tokens_get_their_own_gradient_only() -> None:
+    from vit_tp.parallel import tokens
+
+    tokens._Gather.backward = staticmethod(lambda ctx, grad: (tokens.own_tokens(grad, ctx.group), None, None))
+
+
+def products_divided_without_a_sum() -> None:
+    from vit_tp.parallel import regions, tokens
+
+    regions.SequenceRegion.leave = lambda self, x: tokens.divide_tokens(x, self.tp_group)
+
+
+def norms_on_divided_tokens_left_partial() -> None:
+    from vit_tp.parallel.regions import SequenceRegion
+
+    SequenceRegion.grad_sum = False
+
+
+def another_norm_made_again() -> None:
+    from vit_tp.sharding.saving import Saving
+
+    original = Saving.can_make
+    Saving.can_make = lambda self, made, make, source: original(self, made, lambda x: make(x) * 1.001, source)
+
+
+def private_channels_not_scaled_backward() -> None:
+    from vit_tp.parallel import regions
+
+    def backward(ctx, grad):
+        shared, private = grad.split((ctx.num_shared, grad.shape[-1] - ctx.num_shared), dim=-1)
+        return torch.cat((regions.all_reduce(shared, ctx.group), private), -1), None, None
+
+    regions._PartialSum.backward = staticmethod(backward)
+
+
+def streams_not_summed_at_their_start() -> None:
+    from vit_tp.parallel.regions import PartialRegion
+
+    PartialRegion.start = lambda self, x: x
+
+
+OF_SEQUENCE = [
+    gathered_tokens_get_their_own_gradient_only,
+    products_divided_without_a_sum,
+    norms_on_divided_tokens_left_partial,
+    another_norm_made_again,
+]
+OF_PARTIAL = [private_channels_not_scaled_backward, streams_not_summed_at_their_start]
+
+
+def mutated_sequence(mutate) -> float:
+    from tests.distributed.test_regions import compare_all
+
+    mutate()
+    return max(compare_all("sequence", [("qk-norm, two registers", "norm_act")]).popitem()[1].errors.values())
+
+
+@pytest.mark.parametrize("mutate", OF_SEQUENCE, ids=lambda mutate: mutate.__name__)
+def test_a_mutant_of_divided_tokens_fails_the_proof(mutate):
+    assert max(run_world(mutated_sequence, 2, mutate)) > 1e5 * BLOCK_FLOAT64
+
+
+def mutated_partial(mutate) -> float:
+    from tests.distributed.test_partial import against_lanes
+
+    mutate()
+    return max(against_lanes("biases, LayerScale, qk-norm", 0.5, "none").values())
+
+
+@pytest.mark.parametrize("mutate", OF_PARTIAL, ids=lambda mutate: mutate.__name__)
+def test_a_mutant_of_partial_sums_fails_the_proof(mutate):
+    assert max(run_world(mutated_partial, 2, mutate)) > 1e5 * LANES_FLOAT64
 
 
 def mutated(mutate) -> Comparison:

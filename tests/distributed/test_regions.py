@@ -59,12 +59,12 @@ def build(name: str) -> nn.Module:
     return randomise_(model.double()).eval()
 
 
-def compare_all(region: str) -> dict[tuple[str, str], Comparison]:
+def compare_all(region: str, cases: list[tuple[str, str]] = CASES) -> dict[tuple[str, str], Comparison]:
     import vit_tp
 
     torch.set_default_dtype(torch.float64)
     found = {}
-    for name, recompute in CASES:
+    for name, recompute in cases:
         whole = build(name)
         cut = copy.deepcopy(whole)
         size = (32, 32) if name in VITS else image_size(name)

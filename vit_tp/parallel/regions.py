@@ -30,9 +30,11 @@ class Region:
         has_ends: Whether `start` and `finish` do anything, so that blocks must form one list with known ends.
         grad_sum: Whether parameters that are whole on every rank but used on the stream get partial gradients.
         divides_tokens: Whether each rank has tokens of its own on the stream: dropout there draws per rank.
+        knob: How it is asked for, for messages.
         is_one_model: Whether the slices of all ranks, merged, are a model that gives the same on any number of ranks.
     """
 
+    knob: ClassVar[str] = ""
     has_ends: ClassVar[bool] = False
     grad_sum: ClassVar[bool] = False
     divides_tokens: ClassVar[bool] = False
@@ -100,6 +102,7 @@ class SequenceRegion(Region):
     Source: arXiv 2205.05198, section 4.2.2; there N must be a multiple of tp.
     """
 
+    knob = "parallel.sequence=true"
     has_ends = True
     grad_sum = True
     divides_tokens = True
@@ -146,6 +149,7 @@ class PartialRegion(Region):
     Source: CAAT-Net, arXiv 2506.19645; the mean at the end is ours, there the head is cut too.
     """
 
+    knob = "recipe.sync=partial"
     has_ends = True
     grad_sum = True
 

@@ -40,7 +40,7 @@ def require_stream(model: nn.Module, matches: Sequence[Match], region: Region, r
         )
     if not region.has_ends and recompute in ("none", 0):
         return
-    asked = type(region).__name__ if region.has_ends else f"recompute={recompute}"
+    asked = region.knob if region.has_ends else f"compute.recompute={recompute}"
     if not blocks_of(matches):
         raise ShardRuleError(
             f"the blocks of {type(model).__name__} do not pass on one stream of (B, N, C) tokens, each block a map of "
