@@ -231,7 +231,9 @@ def test_what_cannot_be_is_refused_by_name():
     for said in run_world(refusals, 2):
         for text in said[:5]:
             assert "parallel.sequence=true would give wrong numbers" in text and "Use parallel.sequence=false" in text
-        rest = ["compute.recompute=norm_act", 'region="exact"', "set_grad_checkpointing", "none, norm_act, block", "partial",
-                "from 0 to 1", "kept whole on every rank", "another model"]  # fmt: skip
+        rest = [
+            *("compute.recompute=norm_act", 'region="exact"', "set_grad_checkpointing", "none, norm_act, block"),
+            *("exact, sequence, partial", "from 0 to 1", "kept whole on every rank", "another model"),
+        ]
         for text, words in zip(said[5:], rest, strict=True):
             assert words in text, text
