@@ -5,6 +5,8 @@ Does not know: what is said when one is broken, nor combinations (checks.py).
 
 from __future__ import annotations
 
+from vit_tp.config.schedules import SCHEDULES
+
 NAMES = {
     "task.name": ["classification"],
     "data.source": ["digits", "image_folder"],
@@ -12,6 +14,7 @@ NAMES = {
     "recipe.optimizer.name": ["adamw", "adam", "nadamw", "sgd", "momentum", "lion"],
     "recipe.schedule.name": ["cosine", "constant"],
     "parallel.indivisible": ["refuse", "mlp_only"],
+    "parallel.schedule": list(SCHEDULES),
     "compute.dtype": ["fp32", "bf16", "fp16"],
     "compute.device": ["auto", "cpu", "cuda"],
     "cluster.name": ["local"],

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from vit_tp.config.schedules import SCHEDULES, Schedule
 from vit_tp.errors import ConfigError
 from vit_tp.models.costs import stage_bounds
 from vit_tp.models.heap import trim_heap
@@ -103,12 +104,15 @@ class VitPipeline(PipelineModule):
 
     Args:
         specs: One for each stage of the whole model, in order.
-        bounds: Pipeline rank r holds stages [bounds[r], bounds[r + 1]).
+        bounds: Chunk c is stages [bounds[c], bounds[c + 1]); `schedule` says which rank holds it.
         groups: This rank's peers.
-        loss_fn: (logits, targets) -> scalar, called on the last pipeline rank.
+        loss_fn: (logits, targets) -> scalar, called on the pipeline rank that holds the last chunk.
         clock: Shared with the stages.
         no_decay: timm names of the parameters that get no weight decay, of the whole model.
     """
+
+    schedule: Schedule = SCHEDULES["1f1b"]
+    active_phase = 0  # which of this rank's chunks runs: DeepSpeed's name for it
 
     def __init__(
         self,
@@ -138,18 +142,30 @@ class VitPipeline(PipelineModule):
     def _partition_layers(self, method: str = "") -> None:
         """Take our boundaries in place of DeepSpeed's methods, which know neither blocks nor weights of the ends."""
         self.parts = self._bounds
-        stage_id = self._topo.get_coord(self.global_rank).pipe
-        self._set_bounds(start=self.parts[stage_id], stop=self.parts[stage_id + 1])
+        held = self.schedule.chunks_of(self._topo.get_coord(self.global_rank).pipe, self._topo.get_dim("pipe"))
+        self.num_stages = len(self.parts) - 1
+        self.phase_bounds = [(self.parts[chunk], self.parts[chunk + 1]) for chunk in held]
+        self._set_bounds(*self.phase_bounds[0])
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.clock.next_micro_batch()
+            self.clock.next_micro_batch(self.active_phase)
         return super().forward(x)
+
+    @property
+    def chunks(self) -> list[list[Stage]]:
+        """The runs of neighbouring stages that this rank holds."""
+        return [list(self.forward_funcs)]
 
     @property
     def stages(self) -> list[Stage]:
         """The stages that this rank holds, in order."""
-        return list(self.forward_funcs)
+        return [stage for chunk in self.chunks for stage in chunk]
+
+    @property
+    def loss_rank(self) -> int:
+        """The pipeline rank that has the loss."""
+        return self.schedule.loss_rank(self.groups.topology.pp)
 
     @property
     def tables(self) -> Tables | None:
@@ -186,12 +202,26 @@ class VitPipeline(PipelineModule):
         )
 
 
+class FoldedPipeline(VitPipeline, DualPipeVModule):
+    """The two chunks of one pipeline rank under DualPipeV; blocks of both read the same tables."""
+
+    schedule = SCHEDULES["dualpipev"]
+
+    @property
+    def chunks(self) -> list[list[Stage]]:
+        return [list(chunk) for chunk in self.phase_funcs]
+
+
+PIPELINES = {kind.schedule.name: kind for kind in (VitPipeline, FoldedPipeline)}
+
+
 def pipeline(
     model: nn.Module,
     topology: Topology,
     loss_fn: Callable[[Tensor, Tensor], Tensor],
     *,
     region: str = "exact",
+    schedule: str = "1f1b",
     partition: str | Sequence[int] = "parameters",
     embed_weight: float | None = None,
     head_weight: float | None = None,
@@ -209,6 +239,7 @@ def pipeline(
         topology: The grid; its size must be the world's.
         loss_fn: (logits, targets) -> scalar, called on the last stage.
         region: Where partial sums are exchanged: "exact".
+        schedule: Order of passes: "1f1b", or "dualpipev" with two runs of stages on each pipeline rank.
         partition: Blocks to pipeline ranks by "parameters", by "flops" (model on meta), or the first block of each.
         embed_weight: Cost of the embedding in mean blocks; None counts it.
         head_weight: The same for the head.
@@ -226,7 +257,8 @@ def pipeline(
         ShardRuleError: If a module has no sharding rule.
         TopologyError: If the world or the heads do not fit the grid.
     """
-    bounds = stage_bounds(model, topology.pp, partition, embed_weight, head_weight)
+    kind = _kind_of(schedule)
+    bounds = stage_bounds(model, topology.pp, partition, embed_weight, head_weight, schedule)
     matches = plan_cut(model, topology.tp, indivisible=indivisible)
     if topology.tp > 1:
         require_cut(model, matches, topology.tp)
@@ -237,4 +269,12 @@ def pipeline(
     builder = StageBuilder(model, fill, exchange, clock, cut_head_from, indivisible)
     specs = [StageSpec(builder, name) for name in stage_names(model)]
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology
-        return VitPipeline(specs, bounds, groups, loss_fn, clock, no_decay_names(model))
+        return kind(specs, bounds, groups, loss_fn, clock, no_decay_names(model))
+
+
+def _kind_of(schedule: str) -> type[VitPipeline]:
+    if schedule not in PIPELINES:
+        raise ConfigError(
+            f"schedule={schedule!r} is not known; there are {', '.join(PIPELINES)}. Use for example schedule='1f1b'."
+        )
+    return PIPELINES[schedule]
