@@ -21,7 +21,10 @@ from tests.tolerances import LOSS_FLOAT32
 from tests.worlds import run_world
 
 SLOW = pytest.mark.slow
-FOLDED: dict[str, Any] = {"parallel__schedule": "dualpipev", "compute__micro_batch_size": 4}
+# micro-batches of 4 on every grid: mixing is drawn for each micro-batch
+PARTS: dict[str, Any] = {"compute__micro_batch_size": 4}
+FOLDED: dict[str, Any] = {**PARTS, "parallel__schedule": "dualpipev"}
+MIXED: dict[str, Any] = {"recipe__mixing__mixup_alpha": 0.4, "recipe__mixing__cutmix_alpha": 1.0}
 
 
 def world(fn, grid: tuple[int, int, int], *args, **kwargs) -> list:
@@ -75,7 +78,7 @@ def accumulating(parts: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory) -> dict:
-    return world(train_digits, (1, 1, 1), str(tmp_path_factory.mktemp("one")), {})[0]
+    return world(train_digits, (1, 1, 1), str(tmp_path_factory.mktemp("one")), {**PARTS, **MIXED})[0]
 
 
 @pytest.mark.parametrize(
@@ -86,9 +89,12 @@ def one(tmp_path_factory) -> dict:
     ],
 )
 def test_a_run_reads_scores_and_saves_as_one_process(grid, size, one, tmp_path):
-    """360 samples in padded micro-batches, more and fewer (2) than a training step has (8, or 4 on two replicas)."""
+    """360 samples in padded micro-batches, more and fewer (2) than a training step has (8, or 4 on two replicas).
+
+    With mixup and cutmix; the ten classes pass for a wide head, which tp cuts.
+    """
     pp, dp, tp = grid
-    overrides = {**FOLDED, "compute__eval_micro_batch_size": size}
+    overrides = {**FOLDED, **MIXED, "compute__eval_micro_batch_size": size, "parallel__cut_head_from": 10}
     ranks = world(train_digits, grid, str(tmp_path), overrides, export=True)
     assert ranks[0]["losses"] == pytest.approx(one["losses"], rel=LOSS_FLOAT32)
     for rank in ranks:
