@@ -24,3 +24,12 @@ the gradient's size, so a parameter whose gradient is rounding noise can take it
 
 BF16_SPREAD = 3.0
 """A bf16 run may lie this many times further from the mean than single-process runs with other micro-batches do."""
+
+CUT_LOSS_FLOAT64 = 1e-12
+"""Loss of cut logits against torch's of whole ones in float64, relative where above one: sums of a few classes."""
+
+LANES_FLOAT64 = 1e-12
+"""Partial sums against lanes in one process, in float64: only the order of sums differs; seen at most 1e-13."""
+
+NORMS_FLOAT32 = 1e-6
+"""Models whose norms timm computes in float32 whatever their type: a last bit of float64 may round either way."""

@@ -6,8 +6,10 @@ The verbs for people with their own loop, imported when first used, so that `imp
     finish_gradients_(model)             complete partial gradients, return their true norm
     full_state_dict(model, tp_group)     full tensors under timm's names
     pipeline(model, topology, loss_fn)   a DeepSpeed PipelineModule of this rank's stages
+    ShardedCrossEntropy(tp_group, K)     the loss of cut logits, with gather_logits=False in the verbs that cut
     initialize(pipe, config)             a DeepSpeed engine with a right norm
     Topology(pp, dp, tp)                 the grid of ranks
+    build_groups(topology)               this rank's peers, where they are wanted before the pipeline
     register_rule(kind, ShardRule(...))  how a class of yours is cut
 """
 
@@ -17,6 +19,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vit_tp.parallel.cross_entropy import ShardedCrossEntropy
+    from vit_tp.parallel.groups import build_groups
     from vit_tp.parallel.topology import Topology
     from vit_tp.sharding.convert import shard_
     from vit_tp.sharding.gradients import finish_gradients_
@@ -30,7 +34,9 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ShardRule": "vit_tp.sharding.rule",
+    "ShardedCrossEntropy": "vit_tp.parallel.cross_entropy",
     "Topology": "vit_tp.parallel.topology",
+    "build_groups": "vit_tp.parallel.groups",
     "finish_gradients_": "vit_tp.sharding.gradients",
     "full_state_dict": "vit_tp.sharding.state",
     "initialize": "vit_tp.train.engine",
@@ -40,7 +46,9 @@ _HOMES = {
 }
 __all__ = [
     "ShardRule",
+    "ShardedCrossEntropy",
     "Topology",
+    "build_groups",
     "finish_gradients_",
     "full_state_dict",
     "initialize",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import timm
@@ -60,6 +61,7 @@ def stock_training(
     clip: float | None = 1.0,
     grad_accum_steps: int = 1,
     dtype: torch.dtype = torch.float32,
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Train with stock timm, timm's decay groups and torch's AdamW; return losses, norms and final weights.
 
@@ -76,7 +78,7 @@ def stock_training(
     for images, targets in data:
         total = 0.0
         for x, y in zip(images.chunk(grad_accum_steps), targets.chunk(grad_accum_steps)):
-            loss = F.cross_entropy(model(x.to(dtype)).float(), y) / grad_accum_steps
+            loss = loss_fn(model(x.to(dtype)).float(), y) / grad_accum_steps
             loss.backward()
             total += loss.item()
             for master, param in zip(masters.parameters(), model.parameters()):

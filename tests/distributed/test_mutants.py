@@ -9,8 +9,10 @@ import torch.nn.functional as F
 
 from tests.distributed.parity import Comparison
 from tests.distributed.test_block_parity import gradients_of
+from tests.distributed.test_cut_head import gradients_of_families
+from tests.distributed.test_cut_loss import against_torch
 from tests.distributed.test_families import compare_all
-from tests.tolerances import BLOCK_FLOAT64, FAMILY_FLOAT64
+from tests.tolerances import BLOCK_FLOAT64, CUT_LOSS_FLOAT64, FAMILY_FLOAT64
 from tests.worlds import run_world
 
 
@@ -70,6 +72,30 @@ def position_tables_left_partial() -> None:
         )
 
 
+def padding_among_the_classes() -> None:
+    from vit_tp.parallel.columns import Columns
+
+    Columns.own = Columns.held
+
+
+def largest_logit_of_the_slice_alone() -> None:
+    from vit_tp.parallel.columns import Columns
+
+    Columns.highest = lambda self, x: x.amax(-1) if self.own else x.new_full(x.shape[:-1], -10.0)
+
+
+def target_taken_on_every_rank() -> None:
+    from vit_tp.parallel.columns import Columns
+
+    Columns.has = lambda self, index: index >= 0
+
+
+def input_of_the_classifier_not_summed() -> None:
+    from vit_tp.sharding import classifier
+
+    classifier.copy_to_group = lambda x, group: x
+
+
 MUTANTS = [
     backward_exchange_removed,
     forward_exchange_removed,
@@ -106,6 +132,33 @@ def mutated_family(mutate, name: str) -> Comparison:
 def test_a_mutant_of_a_family_fails_its_proof(mutate, name):
     found = run_world(mutated_family, 2, mutate, name)
     assert max(max(f.errors.values()) for f in found) > 1e5 * FAMILY_FLOAT64
+
+
+def mutated_loss(mutate) -> dict[str, tuple[float, float, float]]:
+    mutate()
+    return against_torch(["hard", "smoothed"])
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [padding_among_the_classes, largest_logit_of_the_slice_alone, target_taken_on_every_rank],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_a_mutant_of_the_loss_fails_its_proof(mutate):
+    found = run_world(mutated_loss, 2, mutate)
+    assert max(max(errors) for rank in found for errors in rank.values()) > 1e6 * CUT_LOSS_FLOAT64
+
+
+def mutated_classifier(mutate) -> dict[str, dict[str, float]]:
+    mutate()
+    return gradients_of_families(["vit_base_patch16_224"])
+
+
+def test_a_mutant_of_the_classifier_fails_its_proof():
+    found = run_world(mutated_classifier, 2, input_of_the_classifier_not_summed)
+    for rank in found:
+        errors = rank["vit_base_patch16_224"]
+        assert errors["loss"] <= FAMILY_FLOAT64 and errors["input"] > 1e5 * FAMILY_FLOAT64
 
 
 def test_silent_mutants_leave_the_output_exact():

@@ -32,15 +32,24 @@ def world(fn, grid: tuple[int, int, int], *args, **kwargs) -> list:
     return run_world(fn, pp * dp * tp, pp, dp, tp, *args, **kwargs)
 
 
-@pytest.mark.parametrize("grid", [(2, 1, 2), pytest.param((2, 2, 1), marks=SLOW)])
-def test_masks_are_those_of_1f1b(grid):
+@pytest.mark.parametrize(
+    ("grid", "cut"),
+    [
+        ((2, 1, 2), {"region": "sequence", "recompute": "block"}),
+        *(pytest.param((2, 1, 2), cut, marks=SLOW) for cut in ({}, {"region": "partial", "fraction": 0.5})),
+        pytest.param((2, 2, 1), {"recompute": "norm_act"}, marks=SLOW),
+    ],
+)
+def test_masks_are_those_of_1f1b(grid, cut):
     """Both chunks of a rank meet every micro-batch, at other times: each must count for itself."""
     kwargs = {**RICH, **WHOLE, **CUT}
-    straight, folded = (world(train_grid, grid, 4, kwargs, 3, {}, schedule) for schedule in ("1f1b", "dualpipev"))
+    straight, folded = (
+        world(train_grid, grid, 4, kwargs, 3, {}, schedule=schedule, **cut) for schedule in ("1f1b", "dualpipev")
+    )
     for one, other in zip(straight, folded):
         assert other["losses"] == pytest.approx(one["losses"], rel=1e-6)
         assert other["norms"] == pytest.approx(one["norms"], rel=1e-5)
-    without = world(train_grid, grid, 4, RICH, 3, {}, "dualpipev")[0]
+    without = world(train_grid, grid, 4, RICH, 3, {}, schedule="dualpipev", **cut)[0]
     assert without["losses"] != pytest.approx(folded[0]["losses"], rel=1e-3), "the rates must matter"
 
 

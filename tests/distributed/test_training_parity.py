@@ -37,7 +37,7 @@ def train_grid(
     kwargs: dict[str, Any],
     steps: int,
     config: dict[str, Any],
-    schedule: str = "1f1b",
+    **cut: Any,
 ) -> dict:
     """Train on this rank; return losses, norms, first and last weights (whole) of the stages that it holds."""
     import vit_tp
@@ -45,8 +45,7 @@ def train_grid(
     from vit_tp.train.engine import full_precision
 
     topology = vit_tp.Topology(pp=pp, dp=dp, tp=tp)
-    loss_fn = torch.nn.functional.cross_entropy
-    pipe = vit_tp.pipeline(small_vit("meta", **kwargs), topology, loss_fn, seed=7, schedule=schedule)
+    pipe = vit_tp.pipeline(small_vit("meta", **kwargs), topology, torch.nn.functional.cross_entropy, seed=7, **cut)
     settings = {
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dp // grad_accum_steps,
         "gradient_accumulation_steps": grad_accum_steps,
@@ -108,7 +107,7 @@ def test_twenty_steps_of_dualpipev_equal_stock_timm(grid, first_weights, referen
 
 def require_stock_numbers(grid, grad_accum_steps, schedule, first_weights, reference) -> None:
     pp, dp, tp = grid
-    results = run_world(train_grid, pp * dp * tp, pp, dp, tp, grad_accum_steps, RICH, STEPS, {}, schedule)
+    results = run_world(train_grid, pp * dp * tp, pp, dp, tp, grad_accum_steps, RICH, STEPS, {}, schedule=schedule)
     first = merged(results, "first")
     assert first.keys() == first_weights.keys()
     assert all(torch.equal(first[name], first_weights[name]) for name in first), "first weights differ from one process"
@@ -162,7 +161,9 @@ def test_bf16_of_dualpipev_lies_within_the_spread_of_single_processes(grid, bf16
 def require_within_spread(grid, grad_accum_steps, schedule, bf16_runs) -> None:
     pp, dp, tp = grid
     settings = {"bf16": {"enabled": True}}
-    results = run_world(train_grid, pp * dp * tp, pp, dp, tp, grad_accum_steps, RICH, STEPS, settings, schedule)
+    results = run_world(
+        train_grid, pp * dp * tp, pp, dp, tp, grad_accum_steps, RICH, STEPS, settings, schedule=schedule
+    )
     assert all(rank["losses"] == results[0]["losses"] for rank in results), (
         "P04: every rank has the loss of the rank that computes it"
     )
@@ -182,7 +183,7 @@ def test_accumulation_divides_gradients_once(pp, grad_accum_steps, schedule, fir
         "optimizer": {"type": "momentum", "params": {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0}},
         "gradient_clipping": 0.0,
     }
-    results = run_world(train_grid, pp, pp, 1, 1, grad_accum_steps, RICH, 1, sgd, schedule)
+    results = run_world(train_grid, pp, pp, 1, 1, grad_accum_steps, RICH, 1, sgd, schedule=schedule)
     model = small_vit(**RICH)
     model.load_state_dict(first_weights)
     images, targets = batches(1, GLOBAL_BATCH)[0]

@@ -83,3 +83,27 @@ def test_marking_sets_the_flags_that_deepspeed_counts_by():  # P28
     assert not hasattr(whole, "model_parallel") and not hasattr(whole, "tensor_model_parallel")
     assert placement_of(cut) == Sharded(0, (4,)) and placement_of(whole) == Replicated(True)
     assert placement_of(nn.Parameter(torch.zeros(1))) == Replicated()
+
+
+@settings(deadline=None)
+@given(rows=st.integers(1, 40), tp_size=st.integers(1, 7), dim=st.integers(0, 2), whole_part=st.booleans())
+def test_padding_makes_any_divisor_do(rows, tp_size, dim, whole_part):
+    """The first ranks hold ceil(rows / tp) each, the last ones zeros behind the end, and merging drops them."""
+    head = (tp_size,) if whole_part else ()  # a part before the padded one
+    placement = Sharded(dim, (*head, rows), padding=-rows % tp_size)
+    shape = [2, 3, 2]
+    shape[dim] = rows + sum(head)
+    full = torch.randn(shape)
+    locals_ = [placement.cut(full, tp_size, rank) for rank in range(tp_size)]
+    assert torch.equal(placement.merge(locals_), full) and placement.merge(locals_).is_contiguous()
+    assert {local.shape[dim] for local in locals_} == {-(-rows // tp_size) + len(head)}
+    own = [local.narrow(dim, len(head), local.shape[dim] - len(head)) for local in locals_]
+    padded = torch.cat(own, dim)
+    assert not padded.narrow(dim, rows, placement.padding).any()
+    assert torch.equal(padded.narrow(dim, 0, rows), full.narrow(dim, sum(head), rows))
+    assert sum(local.square().sum().item() for local in locals_) == pytest.approx(full.square().sum().item(), rel=1e-5)
+
+
+def test_padding_that_does_not_fill_up_is_refused():
+    with pytest.raises(ValueError, match="does not cut dim 0 of"):
+        Sharded(0, (9,), padding=2).cut(torch.zeros(9, 2), 2, 0)

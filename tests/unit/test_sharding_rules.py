@@ -1,20 +1,21 @@
 """What a rule covers is cut and marked; what it does not cover is refused by name, and nothing was touched."""
 
-from dataclasses import dataclass
-
 import pytest
 import timm
 import torch
 import torch.distributed as dist
 from timm.layers import Attention, Mlp
 from timm.models.vision_transformer import Block, VisionTransformer
-from torch import Tensor, nn
+from torch import nn
 
 import vit_tp
 from vit_tp.errors import ConfigError, ShardRuleError, TopologyError
+from vit_tp.parallel.groups import StandIn
+from vit_tp.parallel.regions import ExactRegion
+from vit_tp.sharding.classifier import ColumnLinear, GatheredLinear, is_classifier_cut, require_classifier
 from vit_tp.sharding.convert import cut_
 from vit_tp.sharding.edits import edit_
-from vit_tp.sharding.layers import GatheredLinear, RowLinear
+from vit_tp.sharding.layers import RowLinear
 from vit_tp.sharding.matches import legal_tp_sizes, plan_cut
 from vit_tp.sharding.placement import Replicated, Sharded, placement_of
 from vit_tp.sharding.rule import Edit, ShardRule, require_covered
@@ -27,22 +28,9 @@ NAMES = [
 ]  # fmt: skip
 
 
-@dataclass
-class Alone:
-    """A region of one rank of many that exchanges nothing: enough to cut and to look."""
-
-    tp_size: int
-    tp_rank: int = 0
-    tp_group: None = None
-
-    def enter(self, x: Tensor) -> Tensor:
-        return x
-
-    def leave(self, x: Tensor) -> Tensor:
-        return x
-
-    def total(self, x: Tensor) -> Tensor:
-        return x
+def Alone(tp_size: int, tp_rank: int = 0) -> ExactRegion:
+    """Return the region of one rank of many that exchanges nothing: enough to cut and to look."""
+    return ExactRegion(StandIn(tp_size, tp_rank))
 
 
 def build(**kwargs) -> nn.Module:
@@ -122,12 +110,25 @@ def test_one_rank_changes_no_module():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize(("num_classes", "is_cut"), [(24, True), (23, False), (25, False)])
-def test_a_wide_classifier_is_cut_where_tp_divides_it(num_classes, is_cut):
+@pytest.mark.parametrize(("num_classes", "is_cut", "held"), [(24, True, 12), (23, False, 23), (25, True, 13)])
+@pytest.mark.parametrize("gather_logits", [True, False])
+def test_a_wide_classifier_is_cut_whatever_tp(num_classes, is_cut, held, gather_logits):
     model = build(num_classes=num_classes)
-    cut_(model, Alone(2), cut_head_from=24)
-    assert isinstance(model.head, GatheredLinear) == is_cut
+    assert is_classifier_cut(plan_cut(model, 2), 2, 24) == is_cut
+    assert not is_classifier_cut(plan_cut(model, 1), 1, 24)
+    cut_(model, Alone(2, tp_rank=1), cut_head_from=24, gather_logits=gather_logits)
+    assert (type(model.head) is (GatheredLinear if gather_logits else ColumnLinear)) == is_cut
     assert isinstance(placement_of(model.head.weight), Sharded) == is_cut
+    assert model.head.out_features == len(model.head.weight) == len(model.head.bias) == held
+    assert model.num_classes == num_classes
+
+
+@pytest.mark.parametrize("name", ["samvit_base_patch16", "crossvit_9_240", "vit_tiny_patch16_224"])
+def test_logits_that_no_rule_cuts_cannot_be_left_ungathered(name):
+    with torch.device("meta"):
+        model = timm.create_model(name, **({"num_classes": 0} if name.startswith("vit_") else {}))
+    with pytest.raises(ShardRuleError, match="gather_logits=False, but .* has no linear classifier"):
+        require_classifier(model, plan_cut(model, 1))
 
 
 class MyAttention(Attention):

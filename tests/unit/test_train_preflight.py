@@ -148,6 +148,24 @@ def test_a_rank_holds_its_share_of_every_block():
             assert stage.num_params == pytest.approx(444_864 / tp, rel=0.01)  # what is whole: norms and row biases
 
 
+def test_the_plan_knows_a_cut_classifier():
+    """Ten classes over four ranks: three rows each, with padding."""
+    from vit_tp.models.build import build_model
+    from vit_tp.models.dtypes import DTYPES
+    from vit_tp.plan.stages import plan_stages
+
+    config = digits_config(parallel__tp=4, parallel__cut_head_from=10)
+    told = "head      10 classes cut over tp=4: each rank holds 3, and logits are not gathered"
+    assert told in preflight(config).lines
+    config.parallel.cut_head_from = 11
+    assert not any(line.startswith("head") for line in preflight(config).lines)
+
+    model = build_model(config.model, 10, 1)
+    whole, cut = (plan_stages(model, 8, 4, DTYPES["fp32"], cut_head_from=n)[-1] for n in (11, 10))
+    assert whole.num_params - cut.num_params == (10 - 3) * (32 + 1)
+    assert cut.activation_bytes == whole.activation_bytes
+
+
 def test_what_a_run_starts_from_is_checked_and_told_before_any_rank(tmp_path):
     """P64, P76: other classes and a 4x larger grid; then a tensor less."""
     import timm

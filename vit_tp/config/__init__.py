@@ -14,7 +14,16 @@ Does not know: torch, timm, DeepSpeed, Hydra, nor what a model looks like inside
 
 from vit_tp.config.batch import BatchPlan, batch_plan, eval_batch_plan
 from vit_tp.config.checks import check
-from vit_tp.config.convert import config_hash, eval_tag, fingerprint, from_dict, run_folder, to_dict
+from vit_tp.config.convert import (
+    config_hash,
+    eval_tag,
+    fingerprint,
+    from_dict,
+    is_one_model,
+    region_name,
+    run_folder,
+    to_dict,
+)
 from vit_tp.config.folder import RunFolder
 from vit_tp.config.schema import (
     FIRST_HALF,
@@ -62,7 +71,9 @@ __all__ = [
     "eval_tag",
     "fingerprint",
     "from_dict",
+    "is_one_model",
     "list_knobs",
+    "region_name",
     "run_folder",
     "to_dict",
 ]

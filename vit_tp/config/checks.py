@@ -13,7 +13,7 @@ from typing import Any
 
 from vit_tp.config.batch import batch_plan
 from vit_tp.config.convert import from_dict, to_dict
-from vit_tp.config.limits import DECIDED_ELSEWHERE, LAYERWISE_OPTIMIZERS, NAMES, RANGES
+from vit_tp.config.limits import DECIDED_ELSEWHERE, LAYERWISE_OPTIMIZERS, NAMES, RANGES, RECOMPUTE
 from vit_tp.config.schedules import SCHEDULES
 from vit_tp.config.schema import Config
 from vit_tp.config.types import close_names, show
@@ -32,7 +32,7 @@ def check(config: Config, training: bool = True) -> None:
     """
     typed = from_dict(to_dict(config))  # a wrong type would make the questions below meaningless
     complaints = [*_plugins(typed), *_names(typed), *_ranges(typed), *_run(typed), *_model(typed)]
-    complaints += [*_data(typed), *_recipe(typed), *_parallel(typed)]
+    complaints += [*_data(typed), *_recipe(typed), *_parallel(typed), *_activations(typed)]
     if training:  # an evaluation takes the run's own weights, and what it started from may be gone
         complaints += _pretrained(typed)
     if training and _has_countable_batches(typed):
@@ -225,6 +225,26 @@ def _parallel(config: Config) -> Iterator[str]:
         yield (
             f"{shown} does not grow; each stage needs at least one block. "
             f"Use for example parallel.partition={show(list(range(len(partition))))} or {even}."
+        )
+
+
+def _activations(config: Config) -> Iterator[str]:
+    recompute = config.compute.recompute
+    is_every = type(recompute) is int and recompute >= 0
+    if recompute not in RECOMPUTE and not is_every:
+        yield (
+            f"compute.recompute={show(recompute)} is not known; it is {', '.join(RECOMPUTE)}, or a whole number N to "
+            f"recompute every Nth block. Use for example compute.recompute=block, or compute.recompute=2."
+        )
+    if config.recipe.sync == "partial" and config.parallel.sequence:
+        yield (
+            "recipe.sync=partial gives each rank all tokens of a stream of its own, parallel.sequence=true some tokens "
+            "of one stream; both cannot be. Use parallel.sequence=false, or recipe.sync=exact."
+        )
+    if config.recipe.sync == "partial" and config.parallel.indivisible != "refuse":
+        yield (
+            f"parallel.indivisible={config.parallel.indivisible} computes some modules whole on every rank, and under "
+            f"recipe.sync=partial each rank would feed them another stream. Use parallel.indivisible=refuse."
         )
 
 

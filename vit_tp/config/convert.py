@@ -70,8 +70,8 @@ def fingerprint(config: Config, dp_size: int | None = None) -> str:
 
     Where samples of one micro-batch see one another, or random numbers are drawn per micro-batch (mixing, drop path,
     dropout), the micro-batch is part of what is learnt and joins. So does parallel.tp where masks are drawn inside
-    attention or MLP, by each tensor-parallel rank for its heads and columns. data.root is left out: the same data may
-    lie elsewhere.
+    attention or MLP, by each tensor-parallel rank for its heads and columns, and where not all channels are summed
+    (recipe.sync=partial). data.root is left out: the same data may lie elsewhere.
 
     Args:
         config: The whole configuration.
@@ -88,7 +88,8 @@ def fingerprint(config: Config, dp_size: int | None = None) -> str:
         del learnt["data"][knob]
     if is_micro_batch_learnt(config):
         learnt["micro_batch_size"] = batch_plan(config, dp_size or config.parallel.dp or 1).micro_batch_size
-    if any(config.model.kwargs.get(rate) for rate in ("attn_drop_rate", "proj_drop_rate")):
+    draws_apart = any(config.model.kwargs.get(rate) for rate in ("attn_drop_rate", "proj_drop_rate"))
+    if draws_apart or not is_one_model(config):
         learnt["tp"] = config.parallel.tp
     return _digest(learnt)
 
@@ -98,6 +99,17 @@ def is_micro_batch_learnt(config: Config) -> bool:
     mixing = config.recipe.mixing
     drawn = any("drop" in key and key.endswith("rate") and rate for key, rate in config.model.kwargs.items())
     return drawn or mixing.mixup_alpha > 0 or mixing.cutmix_alpha > 0
+
+
+def is_one_model(config: Config) -> bool:
+    """Say whether the weights, merged, are one model on any tp; with partial sums each rank has a stream of its own."""
+    recipe = config.recipe
+    return recipe.sync != "partial" or recipe.sync_fraction == 1 or config.parallel.tp == 1
+
+
+def region_name(config: Config) -> str:
+    """Return the region in which the cut modules lie, as `vit_tp.shard_` names it."""
+    return "sequence" if config.parallel.sequence else config.recipe.sync
 
 
 def config_hash(config: Config) -> str:

@@ -6,6 +6,7 @@
       tensorboard/           the same as event files
       plots/training.png     the same as a picture
       export/                weights under timm's names (checkpoint/export.py says which files)
+      partial/               instead of export/, where they are a model on the run's own tp alone (recipe.sync=partial)
       result.json            how the run ended; it has finished where this is there
       log/                   a log folder, see below
       eval/<tag>.yaml        configuration of an evaluation
@@ -58,6 +59,15 @@ class RunFolder:
     @property
     def export(self) -> Path:
         return self.path / "export"
+
+    @property
+    def partial(self) -> Path:
+        return self.path / "partial"
+
+    @property
+    def weights(self) -> Path:
+        """The folder that holds this run's weights."""
+        return self.partial if self.partial.exists() else self.export
 
     @property
     def result(self) -> Path:

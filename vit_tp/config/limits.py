@@ -13,12 +13,14 @@ NAMES = {
     "data.interpolation": ["bilinear", "bicubic", "random"],
     "recipe.optimizer.name": ["adamw", "adam", "nadamw", "sgd", "momentum", "lion"],
     "recipe.schedule.name": ["cosine", "constant"],
+    "recipe.sync": ["exact", "partial"],
     "parallel.indivisible": ["refuse", "mlp_only"],
     "parallel.schedule": list(SCHEDULES),
     "compute.dtype": ["fp32", "bf16", "fp16"],
     "compute.device": ["auto", "cpu", "cuda"],
     "cluster.name": ["local"],
 }
+RECOMPUTE = ("none", "norm_act", "block")
 # Their step depends on the norm or the shape of a whole layer; ZeRO hands an optimizer flat slices of many layers.
 LAYERWISE_OPTIMIZERS = (
     *("lamb", "lambc", "lars", "larc", "nlars", "nlarc"),
@@ -48,6 +50,7 @@ RANGES: dict[str, tuple[float, float | None, bool]] = {
     "recipe.mixing.prob": (0, 1, True),
     "recipe.mixing.switch_prob": (0, 1, True),
     "recipe.smoothing": (0, 0.999, True),
+    "recipe.sync_fraction": (0, 1, True),
     "recipe.clip_grad": (0, None, True),
     "parallel.tp": (1, None, True),
     "parallel.pp": (1, None, True),

@@ -100,6 +100,8 @@ class RecipeConfig:
     schedule: ScheduleConfig = knob(ScheduleConfig, "schedule")
     mixing: MixingConfig = knob(MixingConfig, "mixup and cutmix")
     smoothing: float = knob(0.0, "label smoothing")
+    sync: str = knob("exact", "tensor-parallel sums: exact | partial: of some channels only, another model for each tp")
+    sync_fraction: float = knob(0.5, "partial: share of the channels that is summed after attention and MLP")
     clip_grad: float = knob(1.0, "clip the global gradient norm to this; 0 switches it off")
     freeze: list[str] = knob([], "shell patterns of timm parameter names that do not train, for example blocks.0.*")
 
@@ -113,10 +115,13 @@ class ParallelConfig:
         "1f1b",
         "order of passes: 1f1b | dualpipev: two runs of blocks on each rank, at least 2*pp micro-batches",
     )
+    sequence: bool = knob(False, "divide the tokens between blocks over tp: less memory for activations")
     partition: Any = knob("parameters", "blocks to stages by parameters | flops | [0, 3, 6]: first block of each stage")
     embed_weight: float | None = knob(None, "cost of the patch embedding in blocks; null: measured")
     head_weight: float | None = knob(None, "cost of the head in blocks; null: measured")
-    cut_head_from: int = knob(4096, "cut the classifier over tp from this many classes on")
+    cut_head_from: int = knob(
+        4096, "cut the classifier over tp from this many classes on; the loss then never gathers logits"
+    )
     indivisible: str = knob(
         "refuse", "where tp does not divide heads or MLP width: refuse | mlp_only: keep those whole"
     )
@@ -125,6 +130,10 @@ class ParallelConfig:
 @dataclass
 class ComputeConfig:
     dtype: str = knob("fp32", "fp32 | bf16 (fp32 gradient accumulation and master weights) | fp16 (GPU only)")
+    recompute: Any = knob(
+        "none",
+        "made again in backward: none | norm_act (norm and activation outputs) | block | N (every Nth block)",
+    )
     micro_batch_size: int | None = knob(None, "samples of one forward pass; null: global_batch_size / dp in 2*pp parts")
     eval_micro_batch_size: int | None = knob(None, "the same in evaluation; null: micro_batch_size")
     device: str = knob("auto", "auto (GPUs if any, unless DS_ACCELERATOR=cpu is in the environment) | cpu | cuda")

@@ -57,8 +57,13 @@ def stage_bounds(
         One index more than chunks; chunk c is stages [b[c], b[c + 1]) of `stage_names(model)`.
 
     Raises:
-        ConfigError: If the model has no stage layout, too few blocks, or the list does not fit it.
+        ConfigError: If the model has no stage layout or too few blocks, the list does not fit it, or the schedule is
+            unknown.
     """
+    if schedule not in SCHEDULES:
+        raise ConfigError(
+            f"schedule={schedule!r} is not known; there are {', '.join(SCHEDULES)}. Use for example schedule='1f1b'."
+        )
     chunks = SCHEDULES[schedule].num_chunks(pp)
     asked = f"parallel.pp={pp}" + (f" with parallel.schedule={schedule}" if chunks > pp else "")
     if stage_names(model) == [WHOLE]:

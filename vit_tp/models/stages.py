@@ -10,16 +10,18 @@ Does not know: ranks, groups, DeepSpeed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from vit_tp.errors import ConfigError
 from vit_tp.models.build import input_shape
 from vit_tp.models.families import Grid
 from vit_tp.models.layouts import Layout, layout_of
+from vit_tp.models.shells import InPlaceOfBlocks, ReachedBlocks, build_shell, draw_apart_, owner_of
 from vit_tp.parallel.rng import Clock
 
 WHOLE = "model"
@@ -85,7 +87,7 @@ class EmbedStage(Stage):
         require_images(x, self.img_size)
         try:
             self.inner(x.to(next(self.inner.parameters()).dtype))  # DeepSpeed does not cast inputs in bf16
-        except _ReachedBlocks as reached:
+        except ReachedBlocks as reached:
             return reached.tokens.contiguous()
         raise RuntimeError(f"{type(self.inner).__name__}.forward did not come to its blocks.")
 
@@ -97,6 +99,9 @@ class BlockStage(Stage):
         tables: What every block reads.
         layout: Of the model's class.
         grid: Rows and columns of patches.
+
+    Attributes:
+        is_recomputed: Whether autograd keeps the input alone and runs the block once more in backward.
     """
 
     def __init__(
@@ -106,6 +111,21 @@ class BlockStage(Stage):
         self.tables = tables
         self.layout, self.grid = layout, grid
         self.index = int(name.rpartition(".")[2])
+        self.is_recomputed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_recomputed or not torch.is_grad_enabled():
+            return super().forward(x)
+        if self.clock is None:
+            return checkpoint(super().forward, x, use_reentrant=False)
+        moment, forward = (self.clock.step, self.clock.micro_batch), super().forward
+
+        def at_that_moment(x: Tensor) -> Tensor:
+            with self.clock.standing_at(*moment):
+                return forward(x)
+
+        # Every draw follows from the moment, so no generator's state need be kept.
+        return checkpoint(at_that_moment, x, use_reentrant=False, preserve_rng_state=False)
 
     @property
     def block(self) -> nn.Module:
@@ -157,9 +177,19 @@ def stage_names(model: nn.Module) -> list[str]:
     if getattr(model.get_submodule(layout.owner), "grad_checkpointing", False):
         raise ConfigError(
             f"grad_checkpointing is set on this {type(model).__name__}, but stages run their blocks themselves and "
-            f"would keep all activations. Leave it out, or use vit_tp.shard_ and a loop of your own."
+            f"would keep all activations. Leave it out, and use compute.recompute=block."
         )
     return ["embed", *(f"blocks.{i}" for i in range(len(model.get_submodule(layout.blocks)))), "head"]
+
+
+def count_tokens(model: nn.Module) -> dict[bool, int]:
+    """Return how many tokens the embedding passes on, prefix tokens included: {is training: N}.
+
+    Patch dropout makes them fewer in training.
+    """
+    stage = copy.deepcopy(build_stage(model, "embed")).to("meta")
+    x = torch.empty(input_shape(model, 1), device="meta")
+    return {mode: stage.train(mode)(x).shape[1] for mode in (True, False)}
 
 
 def num_blocks(model: nn.Module) -> int:
@@ -182,21 +212,21 @@ def build_stage(model: nn.Module, name: str, clock: Clock | None = None, tables:
     _, _, *img_size = input_shape(model, 1)
     grid = layout.grid(model.get_submodule(layout.owner), tuple(img_size)) if layout.grid else None
     if name == TABLES:
-        shell = _shell(model, layout.tables, layout.owner)
-        _draw_apart_(_owner(shell, layout), layout, clock)
+        shell = build_shell(model, layout.tables, layout.owner)
+        draw_apart_(owner_of(shell, layout), layout, clock)
         return Tables(shell, name, clock)
     if name == "embed":
-        shell = _shell(model, layout.embed, layout.owner)
-        _owner(shell, layout)._modules["blocks"] = nn.Sequential(_Blocks())
-        _draw_apart_(_owner(shell, layout), layout, clock)
+        shell = build_shell(model, layout.embed, layout.owner)
+        owner_of(shell, layout)._modules["blocks"] = nn.Sequential(InPlaceOfBlocks())
+        draw_apart_(owner_of(shell, layout), layout, clock)
         return EmbedStage(shell, name, clock, tuple(img_size) if layout.grid else None)
     if name == "head":
-        return HeadStage(_shell(model, layout.head, layout.owner), name, clock, layout, grid)
+        return HeadStage(build_shell(model, layout.head, layout.owner), name, clock, layout, grid)
     index = int(name.rpartition(".")[2])
-    shell = _shell(model, [path for path, block in layout.of_block(model).items() if block == index], layout.owner)
+    shell = build_shell(model, [path for path, block in layout.of_block(model).items() if block == index], layout.owner)
     only = nn.ModuleList()
     only.add_module(str(index), model.get_submodule(layout.blocks)[index])
-    _owner(shell, layout)._modules["blocks"] = only
+    owner_of(shell, layout)._modules["blocks"] = only
     return BlockStage(shell, name, clock, tables or build_stage(model, TABLES, clock), layout, grid)
 
 
@@ -219,60 +249,5 @@ def require_images(x: object, img_size: Grid | None) -> None:
         )
 
 
-class _ReachedBlocks(Exception):
-    """Ends the embedding's forward with what its first block would have been given."""
-
-    def __init__(self, tokens: Tensor) -> None:
-        self.tokens = tokens
-
-
-class _Blocks(nn.Module):
-    """Stands in the place of the blocks of an embedding's shell."""
-
-    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        raise _ReachedBlocks(x)
-
-
-class _DrawnApart(nn.Module):
-    """Patch dropout whose kept patches embedding and blocks draw alike, each for itself."""
-
-    def __init__(self, dropout: nn.Module, clock: Clock | None) -> None:
-        super().__init__()
-        self.dropout, self.clock = dropout, clock
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self.clock is None or not self.training:
-            return self.dropout(x)
-        with self.clock.randomness(x.device, "patch_drop"):
-            return self.dropout(x)
-
-
-def _draw_apart_(owner: nn.Module, layout: Layout, clock: Clock | None) -> None:
-    if "patch_drop" in layout.tables and owner._modules.get("patch_drop") is not None:
-        owner._modules["patch_drop"] = _DrawnApart(owner.patch_drop, clock)
-
-
 def _float(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
-def _owner(shell: nn.Module, layout: Layout) -> nn.Module:
-    return shell.get_submodule(layout.owner)
-
-
-def _shell(model: nn.Module, paths: Collection[str], owner: str = "") -> nn.Module:
-    """Return a shallow copy of a model that holds only the parts at some paths.
-
-    Args:
-        model: The model, or a child on the way to the owner of its blocks.
-        paths: Parts to keep, from `model`.
-        owner: Path of the module that holds the blocks, of which a shell is kept in any case.
-    """
-    shell = copy.copy(model)
-    shell._parameters = {name: p if name in paths else None for name, p in model._parameters.items()}
-    shell._buffers = {name: b if name in paths else None for name, b in model._buffers.items()}
-    shell._modules = {name: child if name in paths else None for name, child in model._modules.items()}
-    if owner:
-        below = [path.removeprefix(f"{owner}.") for path in paths if path.startswith(f"{owner}.")]
-        shell._modules[owner] = _shell(model._modules[owner], below)
-    return shell

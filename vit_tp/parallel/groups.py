@@ -43,6 +43,25 @@ class Groups:
         return self.topology.coordinates(self.rank)
 
 
+@dataclass(frozen=True)
+class StandIn:
+    """One rank of a group that does not exist, for planning on meta, where nothing is exchanged.
+
+    Args:
+        num_ranks: Of the group.
+        own_rank: Whose place is taken.
+    """
+
+    num_ranks: int
+    own_rank: int = 0
+
+    def size(self) -> int:
+        return self.num_ranks
+
+    def rank(self) -> int:
+        return self.own_rank
+
+
 def build_groups(topology: Topology, timeout: timedelta = DEFAULT_TIMEOUT) -> Groups:
     """Make the groups of this rank. Collective: every rank of the world must call it.
 

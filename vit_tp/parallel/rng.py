@@ -72,6 +72,16 @@ class Clock:
         self.micro_batch = self._before + self._met[chunk]
 
     @contextmanager
+    def standing_at(self, step: int, micro_batch: int) -> Iterator[None]:
+        """Stand at an earlier moment for a while, to recompute what was random then."""
+        now = self.step, self.micro_batch
+        self.step, self.micro_batch = step, micro_batch
+        try:
+            yield
+        finally:
+            self.step, self.micro_batch = now
+
+    @contextmanager
     def randomness(self, device: torch.device, stage: str) -> Iterator[None]:
         """Seed the default generator for one stage's pass over the current micro-batch; put its state back after."""
         with seeded(self.seed, self.step, self.micro_batch, stage, device=device):
@@ -106,6 +116,10 @@ class PrivateStream:
         if self._shared is not None:
             default_generator(device).set_state(self._shared)
             self._shared = None
+
+    def forget(self) -> None:
+        """Be outside, wherever an earlier pass broke off: a recompute stops once it has all that backward wants."""
+        self._shared = None
 
     def pause(self, device: torch.device) -> None:
         """Go back to the shared stream for what all ranks must draw alike inside. Inverse: `resume`."""

@@ -20,30 +20,10 @@ from torch.overrides import TorchFunctionMode
 from vit_tp.config.schedules import SCHEDULES
 from vit_tp.models.build import input_shape
 from vit_tp.models.stages import BlockStage, build_stage, stage_names
-from vit_tp.sharding.convert import CUT_HEAD_FROM, cut_
-
-
-class OneOfMany:
-    """A region as one rank of many sees it, without the others: shapes are right, sums are not. For meta tensors.
-
-    Args:
-        tp_size: Ranks that share each weight.
-    """
-
-    tp_group = None
-    tp_rank = 0
-
-    def __init__(self, tp_size: int) -> None:
-        self.tp_size = tp_size
-
-    def enter(self, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    def leave(self, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    def total(self, x: Tensor) -> Tensor:
-        return x.view_as(x)
+from vit_tp.parallel.groups import StandIn
+from vit_tp.parallel.regions import build_region
+from vit_tp.sharding.convert import CUT_HEAD_FROM
+from vit_tp.sharding.stages import cut_stage_
 
 
 @dataclass(frozen=True)
@@ -70,6 +50,9 @@ def plan_stages(
     dtype: torch.dtype,
     cut_head_from: int = CUT_HEAD_FROM,
     indivisible: str = "refuse",
+    region: str = "exact",
+    fraction: float = 1.0,
+    recompute: str | int = "none",
 ) -> list[StagePlan]:
     """Return what one tensor-parallel rank would hold of each stage, in order.
 
@@ -80,17 +63,22 @@ def plan_stages(
         dtype: Of weights and activations.
         cut_head_from: Number of classes from which on the classifier is cut.
         indivisible: See `sharding.convert.plan_cut`.
+        region: See `train.pipeline`, as `fraction` and `recompute`.
+        fraction: Share of the channels that is summed.
+        recompute: What backward makes again.
     """
-    plans = []
+    plans, exchange = [], build_region(region, StandIn(tp_size), fraction)
     x = torch.empty(input_shape(model, micro_batch_size), dtype=dtype, device="meta")
     for name in stage_names(model):
         stage = copy.deepcopy(build_stage(model, name)).to(dtype)
         tables = [stage.tables] if isinstance(stage, BlockStage) else []
         for part in (stage, *tables):
-            cut_(part.inner, OneOfMany(tp_size), cut_head_from=cut_head_from, indivisible=indivisible)
+            cut_stage_(part, exchange, cut_head_from, False, indivisible, recompute)  # `vit-tp train` gathers no logits
         weights = {p.untyped_storage() for p in stage.parameters()}
-        x, saved = _forward_and_saved(stage, x.detach().requires_grad_(bool(plans)))
-        activation_bytes = sum(storage.nbytes() for storage in saved - weights)
+        x = x.detach().requires_grad_(bool(plans))
+        kept = {x.untyped_storage()} if getattr(stage, "is_recomputed", False) else set()  # checkpoint holds it itself
+        x, saved = _forward_and_saved(stage, x)
+        activation_bytes = sum(storage.nbytes() for storage in (saved | kept) - weights)
         own, shared = (sum(p.numel() for part in held for p in part.inner.parameters()) for held in ([stage], tables))
         plans.append(StagePlan(name, own, activation_bytes, shared))
     return plans

@@ -56,6 +56,7 @@ def run_summary(run_folder: RunFolder, result: dict[str, Any]) -> list[str]:
         "plot": run_folder.plot,
         "tensorboard": run_folder.tensorboard,
         "weights": run_folder.export,
+        "weights, no export": run_folder.partial,
         "result": run_folder.result,
     }
     return summary_lines(result, places)

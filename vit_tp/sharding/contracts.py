@@ -2,7 +2,8 @@
 
 `no_weight_decay`, `group_matcher`, `set_grad_checkpointing`, `forward_features` and `forward_intermediates` need
 nothing: names and blocks are timm's. `reset_classifier` and `set_input_size` make new parameters, which would be drawn
-differently on each rank and carry no record of how they are cut.
+differently on each rank and carry no record of how they are cut. Tokens between blocks that are divided or kept apart
+over tp are no features that one could ask for.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from vit_tp.errors import ShardRuleError
 from vit_tp.parallel.collectives import broadcast_from_first_
 from vit_tp.parallel.regions import Region
 from vit_tp.sharding.placement import Placement, Replicated, mark, placement_of
@@ -47,6 +49,15 @@ def keep_contracts_(model: nn.Module, region: Region, cut_classifiers_: Callable
     for name in REMAKING:
         if hasattr(type(model), name):
             setattr(model, name, types.MethodType(_settling(type(model), name), model))
+    if region.has_ends and hasattr(type(model), "forward_intermediates"):
+        model.forward_intermediates = _refuse_intermediates
+
+
+def _refuse_intermediates(*args: Any, **kwargs: Any) -> None:
+    raise ShardRuleError(
+        "between its blocks this model passes on tokens that are divided or kept apart over tensor-parallel ranks, so "
+        'forward_intermediates would return a part of them. Cut a copy with region="exact" to ask for features.'
+    )
 
 
 def _settling(kind: type[nn.Module], name: str) -> Callable[..., Any]:

@@ -8,17 +8,28 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from vit_tp.errors import ShardRuleError
+from vit_tp.errors import ConfigError, ShardRuleError
 from vit_tp.parallel.regions import Region, build_region
 from vit_tp.parallel.rng import PrivateStream
+from vit_tp.sharding.classifier import cut_classifier_, require_classifier
 from vit_tp.sharding.contracts import keep_contracts_
 from vit_tp.sharding.edits import edit_
 from vit_tp.sharding.indivisible import require_cut
-from vit_tp.sharding.layers import Enter, GatheredLinear, MixLinear, Pause, RowLinear
+from vit_tp.sharding.layers import (
+    DrawApart,
+    Enter,
+    HeldRowLinear,
+    JoinedRowLinear,
+    MixLinear,
+    Pause,
+    RowLinear,
+)
 from vit_tp.sharding.matches import Match, plan_cut
 from vit_tp.sharding.norms import SPANNING
 from vit_tp.sharding.placement import Placement, Replicated, Sharded, mark
 from vit_tp.sharding.rule import Parts, ShardRule, divide_, find, own_tensors
+from vit_tp.sharding.saving import Saving
+from vit_tp.sharding.stream import build_savings_, join_ends_, require_stream
 
 CUT_HEAD_FROM = 4096
 
@@ -29,7 +40,9 @@ def cut_(
     *,
     name: str = "",
     cut_head_from: int = CUT_HEAD_FROM,
+    gather_logits: bool = True,
     indivisible: str = "refuse",
+    recompute: str = "none",
 ) -> list[Match]:
     """Cut a module and what its rule walks, in place, real or on meta.
 
@@ -37,8 +50,10 @@ def cut_(
         module: A timm model, or the part of one that a pipeline stage holds. Its weights must be whole.
         region: Where partial sums are exchanged.
         name: The module's name in the timm model.
-        cut_head_from: Number of classes from which on the classifier is cut too, where tp divides it.
+        cut_head_from: Number of classes from which on the classifier is cut too.
+        gather_logits: Whether a cut classifier gives whole logits, or this rank's columns.
         indivisible: See `plan_cut`.
+        recompute: What blocks do not save: "none", "norm_act", or "block" where the caller checkpoints them whole.
 
     Returns:
         The modules found, with their rules.
@@ -49,8 +64,7 @@ def cut_(
         TopologyError: If tp does not divide it; nothing was changed.
     """
     matches = plan_cut(module, region.tp_size, name, indivisible)
-    for match in matches:
-        _cut_match_(match, region, cut_head_from)
+    _cut_matches_(matches, region, cut_head_from, gather_logits, recompute)
     return matches
 
 
@@ -59,8 +73,11 @@ def shard_(
     tp_group: ProcessGroup,
     region: str = "exact",
     *,
+    fraction: float = 1.0,
     cut_head_from: int = CUT_HEAD_FROM,
+    gather_logits: bool = True,
     indivisible: str = "refuse",
+    recompute: str = "none",
 ) -> nn.Module:
     """Cut a timm model in place, so that each rank of `tp_group` holds its share of attention and MLP.
 
@@ -70,39 +87,66 @@ def shard_(
     Args:
         model: A whole timm model with real weights (or on meta).
         tp_group: The ranks that share each weight.
-        region: Where partial sums are exchanged: "exact".
+        region: "exact"; "sequence" to divide tokens between blocks over the ranks; "partial" to sum only some channels
+            of each product, which is another model.
+        fraction: Of "partial": share of the channels that is summed.
         cut_head_from: Number of classes from which on the classifier is cut too.
+        gather_logits: Let a cut classifier return whole logits (B, K), for any loss. False cuts the classifier whatever
+            its number of classes and returns this rank's columns (B, ceil(K/tp)), for `vit_tp.ShardedCrossEntropy`.
         indivisible: Where the number of ranks does not divide heads or MLP width: "refuse", or "mlp_only" to keep
             such modules whole on every rank.
+        recompute: "none", or "norm_act" to make outputs of norms and activations again in backward. To recompute whole
+            blocks call timm's `model.set_grad_checkpointing()`.
 
     Returns:
         The same model.
 
     Raises:
-        ConfigError: If the region or `indivisible` is unknown.
-        ShardRuleError: If the model holds a class without a rule, or nothing that can be cut.
+        ConfigError: If the region, `indivisible` or `recompute` is unknown.
+        ShardRuleError: If the model holds a class without a rule, nothing that can be cut, no stream of tokens for a
+            region that needs one, or no classifier whose logits could be left ungathered.
         TopologyError: If the number of ranks does not divide heads or MLP width.
     """
     if hasattr(model, "tp_cut"):
         raise ShardRuleError("this model is cut already; cutting a slice again would lose weights. Call shard_ once.")
-    exchange = build_region(region, tp_group)
+    if recompute == "block":
+        raise ConfigError(
+            'recompute="block" is for pipelines; in a loop of your own timm recomputes blocks. '
+            "Call model.set_grad_checkpointing()."
+        )
+    exchange = build_region(region, tp_group, fraction)
     matches = plan_cut(model, exchange.tp_size, indivisible=indivisible)
     require_cut(model, matches, exchange.tp_size)
-    for match in matches:
-        _cut_match_(match, exchange, cut_head_from)
+    if not gather_logits:
+        require_classifier(model, matches)
+        cut_head_from = 1
+    require_stream(model, matches, exchange, recompute)
+    _cut_matches_(matches, exchange, cut_head_from, gather_logits, recompute)
+    join_ends_(matches, exchange)
     root = matches[0].rule
 
     def cut_classifiers_(model: nn.Module) -> None:
         for path in root.wide:
-            _cut_classifier_(model, path, exchange, cut_head_from)
+            cut_classifier_(model, path, exchange, cut_head_from, gather_logits)
 
     keep_contracts_(model, exchange, cut_classifiers_)
     return model
 
 
-def _cut_match_(match: Match, region: Region, cut_head_from: int) -> None:
+def _cut_matches_(
+    matches: list[Match], region: Region, cut_head_from: int, gather_logits: bool, recompute: str
+) -> None:
+    savings = build_savings_(matches, region, recompute)
+    for match in matches:
+        for path in match.rule.wide:
+            cut_classifier_(match.module, path, region, cut_head_from, gather_logits)
+        around = region.outside if match.block is None else region
+        _cut_match_(match, around, savings.get(match.block))
+
+
+def _cut_match_(match: Match, region: Region, saving: Saving | None) -> None:
     module, rule = match.module, match.rule
-    _cut_tensors_(module, rule, region, cut_head_from)
+    _cut_tensors_(module, rule, region)
     if not rule.cuts or region.tp_size == 1:
         return
     for path in rule.column:
@@ -118,20 +162,19 @@ def _cut_match_(match: Match, region: Region, cut_head_from: int) -> None:
         module.set_submodule(path, MixLinear(find(module, path), region))
     edit_(module, rule.edits)
     if rule.row:
-        _put_exchanges_(match, region)
+        _put_exchanges_(match, region, saving)
 
 
-def _cut_tensors_(module: nn.Module, rule: ShardRule, region: Region, cut_head_from: int) -> None:
+def _cut_tensors_(module: nn.Module, rule: ShardRule, region: Region) -> None:
     partial = Replicated(grad_sum=region.tp_size > 1)
+    whole = Replicated(grad_sum=region.grad_sum and region.tp_size > 1)
     for name in rule.own:
-        _replace_(module, name, Replicated(), region)
+        _replace_(module, name, whole, region)
     for path in rule.whole:
-        _replicate_(find(module, path), Replicated())
+        _replicate_(find(module, path), whole)
     for path in rule.partial:
         _replicate_(find(module, path), partial)
         _replace_(module, path, partial, region)
-    for path in rule.wide:
-        _cut_classifier_(module, path, region, cut_head_from)
     for name, dim in rule.cut.items():
         if (tensor := own_tensors(module).get(name)) is not None:
             _replace_(module, name, Sharded(dim, (tensor.shape[dim],)), region)
@@ -142,7 +185,7 @@ def _cut_tensors_(module: nn.Module, rule: ShardRule, region: Region, cut_head_f
     for path, parts in rule.row.items():
         if linear := find(module, path):
             _replace_(linear, "weight", Sharded(1, _sizes(parts, module, linear.in_features)), region)
-            _replace_(linear, "bias", Replicated(), region)
+            _replace_(linear, "bias", whole, region)
     for path in rule.mixes:
         if linear := find(module, path):
             _replace_(linear, "weight", Sharded(1, (linear.in_features,)), region)
@@ -153,39 +196,43 @@ def _cut_tensors_(module: nn.Module, rule: ShardRule, region: Region, cut_head_f
                 _replace_(norm, name, Sharded(0, (len(tensor),)), region)
 
 
-def _put_exchanges_(match: Match, region: Region) -> None:
+def _put_exchanges_(match: Match, region: Region, saving: Saving | None) -> None:
     module, rule = match.module, match.rule
     stream = PrivateStream(match.name, region.tp_rank)
     dropouts = [d for path in rule.inner if isinstance(d := find(module, path), nn.Dropout)]
-    entrance = Enter(region, stream, dropouts)
+    entrance = Enter(region, stream, dropouts, saving)
     if rule.enter_after is None:
         module.register_forward_pre_hook(entrance)
     else:
         find(module, rule.enter_after).register_forward_hook(entrance.after)
-    rows = [path for path in rule.row if find(module, path) is not None]
-    for path in rows:
-        leaving = stream if path == rows[-1] else None
-        module.set_submodule(path, RowLinear(find(module, path), region, leaving))
+    _put_rows_(module, rule, region, stream)
     for path in rule.shared:
         if child := find(module, path):
             pause = Pause(stream)
             child.register_forward_pre_hook(pause.before)
             child.register_forward_hook(pause.after)
+    for path in rule.whole if region.divides_tokens else ():
+        if isinstance(dropout := find(module, path), nn.Dropout):
+            apart = DrawApart(PrivateStream(f"{match.name}.{path}", region.tp_rank))
+            dropout.register_forward_pre_hook(apart.before)
+            dropout.register_forward_hook(apart.after)
+
+
+def _put_rows_(module: nn.Module, rule: ShardRule, region: Region, stream: PrivateStream) -> None:
+    *earlier, last = [path for path in rule.row if find(module, path) is not None]
+    if earlier and rule.joins_rows:
+        (first,) = earlier
+        held = HeldRowLinear(find(module, first), region, None)
+        module.set_submodule(first, held)
+        module.set_submodule(last, JoinedRowLinear(find(module, last), region, stream, held))
+        return
+    for path in earlier:
+        module.set_submodule(path, RowLinear(find(module, path), region, None))
+    module.set_submodule(last, RowLinear(find(module, last), region, stream))
 
 
 def _sizes(parts: Parts, module: nn.Module, width: int) -> tuple[int, ...]:
     return (width // parts,) * parts if isinstance(parts, int) else parts(module)
-
-
-def _cut_classifier_(module: nn.Module, path: str, region: Region, cut_head_from: int) -> None:
-    linear = find(module, path)
-    if not isinstance(linear, nn.Linear) or linear.out_features < cut_head_from or linear.out_features % region.tp_size:
-        _replicate_(linear, Replicated())
-        return
-    for name in ("weight", "bias"):
-        _replace_(linear, name, Sharded(0, (linear.out_features,)), region)
-    if region.tp_size > 1:
-        module.set_submodule(path, GatheredLinear(linear, region))
 
 
 def _replicate_(module: nn.Module | None, placement: Placement) -> None:

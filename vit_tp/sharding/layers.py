@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vit_tp.parallel.collectives import gather_from_group
 from vit_tp.parallel.regions import Region
 from vit_tp.parallel.rng import PrivateStream
+from vit_tp.sharding.saving import Saving
 
 
 class Enter:
@@ -17,10 +18,13 @@ class Enter:
         region: Where partial sums are exchanged.
         stream: The random numbers of this rank alone, for dropout inside.
         dropouts: Dropout layers on cut activations; the stream is only switched while one of them is active.
+        saving: What the block saves, to be told of what is gathered here; None where it does not ask.
     """
 
-    def __init__(self, region: Region, stream: PrivateStream, dropouts: list[nn.Module]) -> None:
-        self.region, self.stream, self.dropouts = region, stream, dropouts
+    def __init__(
+        self, region: Region, stream: PrivateStream, dropouts: list[nn.Module], saving: Saving | None = None
+    ) -> None:
+        self.region, self.stream, self.dropouts, self.saving = region, stream, dropouts, saving
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, *rest = args
@@ -33,7 +37,37 @@ class Enter:
     def enter(self, x: Tensor) -> Tensor:
         if any(dropout.training and dropout.p > 0 for dropout in self.dropouts):
             self.stream.enter(x.device)
-        return self.region.enter(x)
+        else:
+            self.stream.forget()
+        again = self.region.again()
+        if again is not None and _is_autocast(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # else the copy that autocast makes would be kept whole
+        entered = self.region.enter(x)
+        if again is not None and self.saving is not None:
+            self.saving.can_make(entered, again, x)
+        return entered
+
+
+def _is_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+class DrawApart:
+    """Forward hooks of a dropout on tokens that are divided over tp: each rank draws for its own.
+
+    Args:
+        stream: The random numbers of this rank alone, of this dropout.
+    """
+
+    def __init__(self, stream: PrivateStream) -> None:
+        self.stream = stream
+
+    def before(self, module: nn.Dropout, args: tuple[Tensor, ...]) -> None:
+        if module.training and module.p > 0:
+            self.stream.enter(args[0].device)
+
+    def after(self, module: nn.Dropout, args: tuple[Tensor, ...], out: Tensor) -> None:
+        self.stream.leave(args[0].device)
 
 
 class Pause:
@@ -75,8 +109,53 @@ class RowLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.stream is not None:
             self.stream.leave(x.device)
-        x = self.region.leave(F.linear(x, self.weight))
+        return self.finish(F.linear(x, self.weight))
+
+    def finish(self, partial: Tensor) -> Tensor:
+        """Sum over the ranks and add the bias: (B, N, C) partial -> the stream."""
+        x = self.region.leave(partial)
         return x if self.bias is None else x + self.bias.to(x.dtype)  # under autocast x is of a half type
+
+
+class HeldRowLinear(RowLinear):
+    """A row linear whose product is added to that of a later one, so that both are summed in one exchange.
+
+    Its output is a scalar zero: timm adds the outputs of both at once, and the later one's holds all.
+    """
+
+    held: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.held = F.linear(x, self.weight)
+        return x.new_zeros(())
+
+    def take(self) -> Tensor:
+        """Return the product, once."""
+        held, self.held = self.held, None
+        return held
+
+
+class JoinedRowLinear(RowLinear):
+    """The later one of two row linears: sums its product and the held one's, and adds both biases.
+
+    Args:
+        linear: See `RowLinear`.
+        region: See `RowLinear`.
+        stream: See `RowLinear`.
+        earlier: The layer that is called before it.
+    """
+
+    def __init__(self, linear: nn.Linear, region: Region, stream: PrivateStream | None, earlier: HeldRowLinear) -> None:
+        super().__init__(linear, region, stream)
+        self._earlier = (earlier,)  # a tuple, or its parameters would be counted here too
+
+    def forward(self, x: Tensor) -> Tensor:
+        (earlier,) = self._earlier
+        held = earlier.take()  # before anything may stop this pass, or it would be held until the next
+        if self.stream is not None:
+            self.stream.leave(x.device)
+        x = self.finish(held + F.linear(x, self.weight))
+        return x if earlier.bias is None else x + earlier.bias.to(x.dtype)
 
 
 class MixLinear(nn.Linear):
@@ -100,23 +179,3 @@ class MixLinear(nn.Linear):
         mixed = self.region.total(F.linear(x, self.weight))
         own = mixed.narrow(-1, self.region.tp_rank * self.out_features, self.out_features)
         return own if self.bias is None else own + self.bias.to(own.dtype)
-
-
-class GatheredLinear(nn.Linear):
-    """A classifier whose classes are cut: (B, C) -> (B, K) through (B, K/tp).
-
-    Args:
-        linear: The layer to replace; weight (K/tp, C) and bias (K/tp,) are cut already.
-        region: Where the gradient of the shared input is summed.
-    """
-
-    def __init__(self, linear: nn.Linear, region: Region) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.weight.shape[1], linear.weight.shape[0]
-        self.weight, self.bias = linear.weight, linear.bias
-        self.region = region
-        self.train(linear.training)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.linear(self.region.enter(x), self.weight, self.bias)
-        return gather_from_group(x, self.region.tp_group)

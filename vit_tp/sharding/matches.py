@@ -26,12 +26,14 @@ class Match:
         module: The module, whole.
         rule: How it is cut.
         kept_whole: What tp does not divide, where the module is replicated for that reason.
+        block: Name of the block of the stream that holds it; None outside of the stream.
     """
 
     name: str
     module: nn.Module
     rule: ShardRule
     kept_whole: tuple[tuple[str, int], ...] = ()
+    block: str | None = None
 
 
 def plan_cut(module: nn.Module, tp_size: int, name: str = "", indivisible: str = "refuse") -> list[Match]:
@@ -61,21 +63,29 @@ def plan_cut(module: nn.Module, tp_size: int, name: str = "", indivisible: str =
     return matches
 
 
-def _find(module: nn.Module, name: str, tp_size: int, keep_indivisible: bool) -> Iterator[Match]:
+def _find(
+    module: nn.Module,
+    name: str,
+    tp_size: int,
+    keep_indivisible: bool,
+    block: str | None = None,
+    is_stream: bool = False,
+) -> Iterator[Match]:
     rule = rule_for(module, name)
     wrong = tuple((what, n) for what, n in rule.numbers(module).items() if n % tp_size)
     if wrong and keep_indivisible:
-        yield Match(name, module, replicated(module), kept_whole=wrong)
+        yield Match(name, module, replicated(module), kept_whole=wrong, block=block)
         return
-    yield Match(name, module, rule)
+    yield Match(name, module, rule, block=block)
     for child_name in rule.walk:
         child, path = find(module, child_name), f"{name}.{child_name}".lstrip(".")
         if child is None:
             continue
+        own_block = path if is_stream else block
         if is_replicable(child):
-            yield Match(path, child, replicated(child))
+            yield Match(path, child, replicated(child), block=own_block)
         else:
-            yield from _find(child, path, tp_size, keep_indivisible)
+            yield from _find(child, path, tp_size, keep_indivisible, own_block, child_name == rule.stream)
 
 
 def legal_tp_sizes(matches: list[Match]) -> list[int]:

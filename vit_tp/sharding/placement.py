@@ -38,27 +38,50 @@ class Sharded:
     Args:
         dim: The dim that is cut.
         parts: Full sizes of the parts along `dim`, in order.
+        padding: Zeros behind the last part, so that the ranks divide it; the last ranks hold them.
     """
 
     dim: int
     parts: tuple[int, ...]
+    padding: int = 0
 
     def cut(self, full: Tensor, tp_size: int, tp_rank: int) -> Tensor:
         """Return one rank's slice of the full tensor. Inverse: `merge`.
 
         Raises:
-            ValueError: If tp_size does not divide every part, or the parts do not add up to the dim.
+            ValueError: If tp_size does not divide every part, padding included, or the parts do not add up to the dim.
         """
-        if sum(self.parts) != full.shape[self.dim] or any(part % tp_size for part in self.parts):
+        widths = self._widths(tp_size)
+        if sum(self.parts) != full.shape[self.dim] or sum(widths) * tp_size != full.shape[self.dim] + self.padding:
             raise ValueError(f"{self} does not cut dim {self.dim} of {tuple(full.shape)} into {tp_size} equal shares.")
-        shares = [part.chunk(tp_size, self.dim)[tp_rank] for part in full.split(self.parts, self.dim)]
-        return torch.cat(shares, self.dim)
+        shares = []
+        for part, width in zip(full.split(self.parts, self.dim), widths):
+            first = min(tp_rank * width, part.shape[self.dim])
+            shares.append(part.narrow(self.dim, first, _held(part.shape[self.dim], width, tp_rank)))
+        shape = list(full.shape)
+        shape[self.dim] = sum(widths) - sum(share.shape[self.dim] for share in shares)
+        return torch.cat([*shares, full.new_zeros(shape)] if shape[self.dim] else shares, self.dim)
 
     def merge(self, locals_: Sequence[Tensor]) -> Tensor:
         """Return the full tensor from the slices of all ranks, in rank order. Inverse: `cut`."""
-        tp_size = len(locals_)
-        shares = [local.split([part // tp_size for part in self.parts], self.dim) for local in locals_]
-        return torch.cat([share for part in zip(*shares) for share in part], self.dim)
+        widths = self._widths(len(locals_))
+        shares = [local.split(widths, self.dim) for local in locals_]
+        pieces = [
+            share.narrow(self.dim, 0, _held(size, width, rank))
+            for size, width, of_part in zip(self.parts, widths, zip(*shares))
+            for rank, share in enumerate(of_part)
+        ]
+        return torch.cat(pieces, self.dim)
+
+    def _widths(self, tp_size: int) -> list[int]:
+        """Return what each rank holds of each part, padding included."""
+        *parts, last = self.parts
+        return [size // tp_size for size in (*parts, last + self.padding)]
+
+
+def _held(size: int, width: int, rank: int) -> int:
+    """Return how much of a part a rank holds, padding not counted."""
+    return min(max(size - rank * width, 0), width)
 
 
 Placement = Replicated | Sharded

@@ -60,6 +60,9 @@ class ShardRule:
         local: Attributes that are divided by tp: numbers, sequences, or one place of a sequence as "name[-1]".
         divides: What tp must divide: name for messages -> attribute, as in `local`.
         enter_after: Child whose output enters the region; None: the module's first argument does.
+        joins_rows: The outputs of two row layers are added to one another at once: one exchange does for both.
+        stream: The child of `walk` whose own children are blocks, each a map of (B, N, C) tokens in which only cut
+            modules look from one token to another. What they pass on may then be divided or kept apart over tp.
         edits: Changes of timm's text.
     """
 
@@ -78,6 +81,8 @@ class ShardRule:
     local: tuple[str, ...] = ()
     divides: Mapping[str, str] = field(default_factory=dict)
     enter_after: str | None = None
+    joins_rows: bool = False
+    stream: str | None = None
     edits: tuple[Edit, ...] = ()
 
     @property

@@ -38,6 +38,8 @@ CLAMPS = ("input_min", "input_max", "output_min", "output_max")
 
 BY_WIDTH = Edit("reshape(B, N, C)", "reshape(B, N, -1)")
 BY_HEAD = Edit("C // self.num_heads", "-1")
+# Parallel blocks count tokens before they enter the region, where another number may have come together.
+BY_TOKENS = Edit("y = self.in_proj(y)", "y = self.in_proj(y); N = y.shape[1]")
 
 
 def _clamps(*linears: str) -> tuple[str, ...]:
@@ -155,13 +157,14 @@ LAYERS: dict[type[nn.Module], ShardRule] = {
         column={"in_proj": lambda m: tuple(m.in_split)}, cut={"mlp_bias": 0}, enter_after="in_norm",
         row={"out_proj": lambda m: (m.in_split[1], m.in_split[0]), "attn_out_proj": 1, "mlp_out_proj": 1},
         partial=(*QK_NORMS, "mlp_act"), inner=("attn_drop", "mlp_drop"), whole=("in_norm", "ls", "drop_path"),
-        local=("num_heads", "in_split"), divides={**HEADS, "MLP width": "in_split[0]"}, edits=(BY_WIDTH,),
+        local=("num_heads", "in_split"), divides={**HEADS, "MLP width": "in_split[0]"}, edits=(BY_WIDTH, BY_TOKENS),
+        joins_rows=True,
     ),
     DiffParallelScalingBlock: ShardRule(
         column={"in_proj": lambda m: tuple(m.in_split)}, cut={"mlp_bias": 0}, enter_after="in_norm",
         row={"out_proj": lambda m: (m.in_split[1], m.in_split[0])},
         partial=(*QK_NORMS, *LAMBDAS, "sub_norm", "mlp_act"), inner=("attn_drop", "mlp_drop"),
         whole=("in_norm", "ls", "drop_path"), local=("num_heads", "in_split"),
-        divides={**HEADS, "MLP width": "in_split[0]"}, edits=(BY_WIDTH,),
+        divides={**HEADS, "MLP width": "in_split[0]"}, edits=(BY_WIDTH, BY_TOKENS),
     ),
 }  # fmt: skip

@@ -36,9 +36,15 @@ from torch import nn
 from vit_tp.sharding.rule import ShardRule
 
 
-def holder(walk: str, whole: str = "", own: str = "", wide: str = "") -> ShardRule:
+def holder(walk: str, whole: str = "", own: str = "", wide: str = "", stream: str | None = None) -> ShardRule:
     """Return the rule of a class that is not cut itself, from the names in each field."""
-    return ShardRule(walk=(*walk.split(),), whole=(*whole.split(),), own=(*own.split(),), wide=(*wide.split(),))
+    names = {"walk": walk, "whole": whole, "own": own, "wide": wide}
+    return ShardRule(**{field: tuple(text.split()) for field, text in names.items()}, stream=stream)
+
+
+def encoder(walk: str, whole: str = "", own: str = "", wide: str = "") -> ShardRule:
+    """Return the rule of a model whose blocks pass on a stream of tokens."""
+    return holder(walk, whole, own, wide, stream="blocks")
 
 
 _NORMS_AND_DROPS = "norm1 drop_path1 norm2 drop_path2"
@@ -73,22 +79,26 @@ MODELS: dict[type[nn.Module], ShardRule] = {
     crossvit.MultiScaleBlock: holder("blocks fusion", "projs revert_projs"),
     crossvit.CrossAttentionBlock: holder("attn", "norm1 drop_path"),
     # -- models ---------------------------------------------------------------------------------------------------
-    VisionTransformer: holder("blocks", _VIT_ENDS, _EMBEDDINGS, "head"),
-    VisionTransformerDistilled: holder("blocks", _VIT_ENDS, f"{_EMBEDDINGS} dist_token", "head head_dist"),
-    Eva: holder("blocks rope", _VIT_ENDS, _EMBEDDINGS, "head"),
-    beit.Beit: holder("blocks rel_pos_bias", "patch_embed pos_drop norm fc_norm head_drop", _EMBEDDINGS, "head"),
-    VisionTransformerRelPos: holder("blocks shared_rel_pos", "patch_embed norm fc_norm head_drop", "cls_token", "head"),
+    VisionTransformer: encoder("blocks", _VIT_ENDS, _EMBEDDINGS, "head"),
+    VisionTransformerDistilled: encoder("blocks", _VIT_ENDS, f"{_EMBEDDINGS} dist_token", "head head_dist"),
+    Eva: encoder("blocks rope", _VIT_ENDS, _EMBEDDINGS, "head"),
+    beit.Beit: encoder("blocks rel_pos_bias", "patch_embed pos_drop norm fc_norm head_drop", _EMBEDDINGS, "head"),
+    VisionTransformerRelPos: encoder(
+        "blocks shared_rel_pos", "patch_embed norm fc_norm head_drop", "cls_token", "head"
+    ),
     vision_transformer_sam.VisionTransformerSAM: holder(
         "blocks rope_global rope_window", "patch_embed pos_drop patch_drop norm_pre neck head", "pos_embed"
     ),
-    NaFlexVit: holder("blocks rope", "embeds patch_drop norm_pre norm attn_pool fc_norm head_drop", wide="head"),
-    DeepseekVitEncoder: holder("blocks rope", "patch_embed norm aligner", "pos_embed"),
+    NaFlexVit: encoder("blocks rope", "embeds patch_drop norm_pre norm attn_pool fc_norm head_drop", wide="head"),
+    DeepseekVitEncoder: encoder("blocks rope", "patch_embed norm aligner", "pos_embed"),
     DeepseekVitClassifier: holder("encoder", "norm head_drop", wide="head"),
-    Qwen3VitEncoder: holder("blocks rope", "patch_embed merger", "pos_embed"),
+    Qwen3VitEncoder: encoder("blocks rope", "patch_embed merger", "pos_embed"),
     Qwen3VitClassifier: holder("encoder", "norm head_drop", wide="head"),
-    Gemma4VitEncoder: holder("blocks rotary_emb", "patch_embed pooler", "std_bias std_scale"),
+    Gemma4VitEncoder: encoder("blocks rotary_emb", "patch_embed pooler", "std_bias std_scale"),
     Gemma4VitClassifier: holder("encoder", "norm head_drop", wide="head"),
-    cait.Cait: holder("blocks blocks_token_only", "patch_embed pos_drop norm head_drop", "cls_token pos_embed", "head"),
+    cait.Cait: encoder(
+        "blocks blocks_token_only", "patch_embed pos_drop norm head_drop", "cls_token pos_embed", "head"
+    ),
     xcit.Xcit: holder(
         "blocks cls_attn_blocks", "patch_embed pos_embed pos_drop norm head_drop", "cls_token", "head"
     ),

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from vit_tp.errors import ShardRuleError
 from vit_tp.sharding.placement import Sharded, placement_of
 
 
@@ -33,7 +34,15 @@ def full_state_dict(model: nn.Module, tp_group: ProcessGroup) -> dict[str, Tenso
     Args:
         model: A model cut by `shard_`.
         tp_group: The group it was cut over.
+
+    Raises:
+        ShardRuleError: If its ranks sum some channels only, so that stock timm would give other logits.
     """
+    if hasattr(model, "tp_cut") and not model.tp_cut.region.is_one_model:
+        raise ShardRuleError(
+            f"this model sums {model.tp_cut.region.fraction:g} of its channels over {tp_group.size()} ranks, which "
+            f"keep streams of their own; merged, its weights would be another model. Save model.state_dict() on each."
+        )
     params = dict(model.named_parameters())
     return {
         name: full_tensor(params[name], params[name], tp_group).clone() if name in params else tensor.clone()

@@ -3,17 +3,22 @@
 Cross-entropy in training; in evaluation also sums over samples, since means of micro-batches would weigh padded ones
 wrongly and the pipeline hands back nothing but a loss. Sums of several replicas are added, then turned into figures.
 
-Does not know: ranks and groups (the caller adds sums), the model, where targets come from.
+Logits may be whole, or this rank's columns where the classifier is cut; then they are never gathered, and every rank
+of the columns finds the same numbers.
+
+Does not know: replicas (the caller adds sums), the model, where targets come from.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.distributed import ProcessGroup
 
 from vit_tp.config import Config
 from vit_tp.errors import ConfigError, DataError
+from vit_tp.parallel.columns import Columns
+from vit_tp.parallel.cross_entropy import cross_entropy
 
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 
@@ -24,12 +29,14 @@ class Classification(nn.Module):
     Args:
         num_classes: Classes, K.
         smoothing: Label smoothing of hard targets in training. Soft targets come smoothed from the mixer.
+        tp_group: The ranks that the classes are cut over; None where logits are whole.
     """
 
-    def __init__(self, num_classes: int, smoothing: float = 0.0) -> None:
+    def __init__(self, num_classes: int, smoothing: float = 0.0, tp_group: ProcessGroup | None = None) -> None:
         super().__init__()
         self.num_classes = num_classes
         self.smoothing = smoothing
+        self.columns = Columns.over(tp_group, num_classes)
         # A plain attribute, not a buffer: the pipeline would count a buffer among the stage's weights.
         self.sums: Tensor
         self.reset()
@@ -42,7 +49,8 @@ class Classification(nn.Module):
         """Return the mean loss of a micro-batch; in evaluation add it to the sums too.
 
         Args:
-            logits: (B, K). Half types are computed in float32: their own loss would have few bits.
+            logits: (B, K), or (B, ceil(K/tp)) where they are cut. Half types are computed in float32: their own loss
+                would have few bits.
             targets: (B,) int64, negative for a padded row (evaluation); or soft (B, K) float (training).
 
         Returns:
@@ -53,18 +61,17 @@ class Classification(nn.Module):
             logits = logits.float()
         if not self.training:
             return self._evaluate(logits, targets)
-        if targets.is_floating_point():
-            return F.cross_entropy(logits, targets.to(logits.dtype))
-        return F.cross_entropy(logits, targets, label_smoothing=self.smoothing)
+        smoothing = 0.0 if targets.is_floating_point() else self.smoothing
+        return cross_entropy(logits, targets, self.columns, smoothing)
 
     @torch.no_grad()
     def _evaluate(self, logits: Tensor, targets: Tensor) -> Tensor:
         # where and clamp instead of indexing with the mask, which would make the host wait for the device
         is_sample = targets >= 0  # (B,)
         targets = targets.clamp(min=0)
-        losses = F.cross_entropy(logits, targets, reduction="none")
+        losses = cross_entropy(logits, targets, self.columns, reduction="none")
         losses = torch.where(is_sample, losses, 0.0)
-        rank = _rank_of_target(logits, targets)
+        rank = _rank_of_target(logits, targets, self.columns)
         is_top1 = is_sample & (rank < 1)
         is_top5 = is_sample & (rank < min(5, self.num_classes))
         added = [values.sum(dtype=torch.float64) for values in (is_sample, losses, is_top1, is_top5)]
@@ -91,12 +98,13 @@ class Classification(nn.Module):
         return means | {"eval/count": int(count)}
 
 
-def build_task(config: Config, num_classes: int) -> Classification:
+def build_task(config: Config, num_classes: int, tp_group: ProcessGroup | None = None) -> Classification:
     """Build the task that the config names.
 
     Args:
         config: The whole config; task and recipe.smoothing are read.
         num_classes: Classes, K.
+        tp_group: The ranks that the classes are cut over; None where logits are whole.
 
     Raises:
         ConfigError: No task has this name.
@@ -106,15 +114,17 @@ def build_task(config: Config, num_classes: int) -> Classification:
             f"task.name={config.task.name} is not a task that vit_tp knows; it knows classification. "
             f"Use task.name=classification."
         )
-    return Classification(num_classes, config.recipe.smoothing)
+    return Classification(num_classes, config.recipe.smoothing, tp_group)
 
 
-def _rank_of_target(logits: Tensor, targets: Tensor) -> Tensor:
+def _rank_of_target(logits: Tensor, targets: Tensor, columns: Columns) -> Tensor:
     """Return how many classes stand before the target, (B,) int64.
 
     Of equal logits the lower class stands first, as in argmax. topk leaves that open, and half types tie often: the
     accuracy would depend on the size of the micro-batch. NaN stands before everything, so it never scores.
     """
-    own = logits.gather(1, targets.unsqueeze(1))  # (B, 1)
-    is_before = torch.arange(logits.shape[1], device=logits.device) < targets.unsqueeze(1)
-    return (~(logits <= own) | ((logits == own) & is_before)).sum(dim=1)
+    logits = columns.without_padding(logits)
+    own = columns.sum(columns.pick(logits, targets)).unsqueeze(1)  # (B, 1), of whichever rank has it
+    classes = torch.arange(columns.first, columns.first + columns.own, device=logits.device)
+    is_before = classes < targets.unsqueeze(1)
+    return columns.sum((~(logits <= own) | ((logits == own) & is_before)).sum(dim=1))

@@ -16,17 +16,20 @@ from vit_tp.config.schedules import SCHEDULES, Schedule
 from vit_tp.errors import ConfigError
 from vit_tp.models.costs import stage_bounds
 from vit_tp.models.heap import trim_heap
-from vit_tp.models.stages import TABLES, BlockStage, Stage, Tables, stage_names
+from vit_tp.models.stages import TABLES, BlockStage, Stage, Tables, count_tokens, stage_names
 from vit_tp.models.weights import Fill, FirstWeights, materialise
-from vit_tp.parallel.groups import Groups, build_groups
+from vit_tp.parallel.groups import Groups, StandIn, build_groups
 from vit_tp.parallel.regions import Region, build_region
 from vit_tp.parallel.rng import Clock
 from vit_tp.parallel.topology import Topology
 from vit_tp.recipe.optimizer import no_decay_names
-from vit_tp.sharding.convert import CUT_HEAD_FROM, cut_
+from vit_tp.sharding.classifier import require_classifier
+from vit_tp.sharding.convert import CUT_HEAD_FROM
 from vit_tp.sharding.indivisible import require_cut
 from vit_tp.sharding.matches import plan_cut
 from vit_tp.sharding.placement import count_elsewhere
+from vit_tp.sharding.stages import cut_stage_
+from vit_tp.sharding.stream import require_stream
 from vit_tp.train.communication import start_communication
 
 
@@ -40,7 +43,9 @@ class StageBuilder:
         region: Where partial sums are exchanged.
         clock: Shared by all stages.
         cut_head_from: Number of classes from which on the classifier is cut over tp.
+        gather_logits: Whether it then gives whole logits, or this rank's columns.
         indivisible: See `plan_cut`.
+        recompute: See `pipeline`.
     """
 
     model: nn.Module
@@ -48,7 +53,9 @@ class StageBuilder:
     region: Region
     clock: Clock
     cut_head_from: int
+    gather_logits: bool
     indivisible: str
+    recompute: str | int
 
     @cached_property
     def tables(self) -> Tables:
@@ -60,7 +67,7 @@ class StageBuilder:
         return self._cut(materialise(self.model, name, self.fill, self.clock, tables))
 
     def _cut(self, stage: Stage) -> Stage:
-        cut_(stage.inner, self.region, cut_head_from=self.cut_head_from, indivisible=self.indivisible)
+        cut_stage_(stage, self.region, self.cut_head_from, self.gather_logits, self.indivisible, self.recompute)
         trim_heap()
         return stage
 
@@ -109,6 +116,8 @@ class VitPipeline(PipelineModule):
         loss_fn: (logits, targets) -> scalar, called on the pipeline rank that holds the last chunk.
         clock: Shared with the stages.
         no_decay: timm names of the parameters that get no weight decay, of the whole model.
+        region: Where partial sums are exchanged.
+        num_tokens: {is training: N} of the stream.
     """
 
     schedule: Schedule = SCHEDULES["1f1b"]
@@ -122,6 +131,8 @@ class VitPipeline(PipelineModule):
         loss_fn: Callable[[Tensor, Tensor], Tensor],
         clock: Clock,
         no_decay: set[str],
+        region: Region,
+        num_tokens: dict[bool, int],
     ) -> None:
         self._bounds = list(bounds)  # read by _partition_layers while nn.Module is set up
         topology = groups.topology
@@ -135,6 +146,7 @@ class VitPipeline(PipelineModule):
         self.groups = groups
         self.clock = clock
         self.no_decay = no_decay
+        self.region, self.num_tokens = region, num_tokens
         if groups.place.pp > 0:
             for param in self.table_parameters():
                 count_elsewhere(param)
@@ -150,6 +162,7 @@ class VitPipeline(PipelineModule):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.clock.next_micro_batch(self.active_phase)
+        self.region.resume(self.num_tokens.get(self.training, 0))
         return super().forward(x)
 
     @property
@@ -161,11 +174,6 @@ class VitPipeline(PipelineModule):
     def stages(self) -> list[Stage]:
         """The stages that this rank holds, in order."""
         return [stage for chunk in self.chunks for stage in chunk]
-
-    @property
-    def loss_rank(self) -> int:
-        """The pipeline rank that has the loss."""
-        return self.schedule.loss_rank(self.groups.topology.pp)
 
     @property
     def tables(self) -> Tables | None:
@@ -221,11 +229,14 @@ def pipeline(
     loss_fn: Callable[[Tensor, Tensor], Tensor],
     *,
     region: str = "exact",
+    fraction: float = 1.0,
+    recompute: str | int = "none",
     schedule: str = "1f1b",
     partition: str | Sequence[int] = "parameters",
     embed_weight: float | None = None,
     head_weight: float | None = None,
     cut_head_from: int = CUT_HEAD_FROM,
+    gather_logits: bool = True,
     indivisible: str = "refuse",
     seed: int = 0,
     fill: Fill | None = None,
@@ -238,12 +249,18 @@ def pipeline(
             stage at a time, the same for every topology.
         topology: The grid; its size must be the world's.
         loss_fn: (logits, targets) -> scalar, called on the last stage.
-        region: Where partial sums are exchanged: "exact".
+        region: "exact"; "sequence" to divide tokens between blocks over tp; "partial" to sum only some channels of each
+            product, which is another model.
+        fraction: Of "partial": share of the channels that is summed.
+        recompute: What backward makes again: "none"; "norm_act", the outputs of norms and activations; "block", all
+            but the input of each block; or N, the same for every Nth block.
         schedule: Order of passes: "1f1b", or "dualpipev" with two runs of stages on each pipeline rank.
         partition: Blocks to pipeline ranks by "parameters", by "flops" (model on meta), or the first block of each.
         embed_weight: Cost of the embedding in mean blocks; None counts it.
         head_weight: The same for the head.
         cut_head_from: Number of classes from which on the classifier is cut over tp.
+        gather_logits: Give `loss_fn` whole logits (B, K) from a cut classifier too. False cuts the classifier whatever
+            its number of classes and gives this rank's columns (B, ceil(K/tp)), for `vit_tp.ShardedCrossEntropy`.
         indivisible: Where tp does not divide heads or MLP width: "refuse", or "mlp_only" to keep such modules whole.
         seed: Of weights and of all randomness in forward.
         fill: Where the weights of a model on meta come from; None draws them by `seed`.
@@ -253,28 +270,27 @@ def pipeline(
         A PipelineModule for `initialize`.
 
     Raises:
-        ConfigError: If the model cannot be laid out on that many stages, or the region is unknown.
-        ShardRuleError: If a module has no sharding rule.
+        ConfigError: If the model cannot be laid out on that many stages, or the region or `recompute` is unknown.
+        ShardRuleError: If a module has no sharding rule, the model no stream of tokens that a region needs, or no
+            classifier whose logits could be left ungathered.
         TopologyError: If the world or the heads do not fit the grid.
     """
-    kind = _kind_of(schedule)
     bounds = stage_bounds(model, topology.pp, partition, embed_weight, head_weight, schedule)
     matches = plan_cut(model, topology.tp, indivisible=indivisible)
     if topology.tp > 1:
         require_cut(model, matches, topology.tp)
+    if not gather_logits:
+        require_classifier(model, matches)
+        cut_head_from = 1
+    require_stream(model, matches, build_region(region, StandIn(topology.tp), fraction), recompute)
     start_communication()
     groups = groups or build_groups(topology)
-    exchange, clock = build_region(region, groups.tp_group), Clock(seed=seed)
+    exchange, clock = build_region(region, groups.tp_group, fraction), Clock(seed=seed)
     fill = fill or FirstWeights(seed)
-    builder = StageBuilder(model, fill, exchange, clock, cut_head_from, indivisible)
+    builder = StageBuilder(model, fill, exchange, clock, cut_head_from, gather_logits, indivisible, recompute)
+    num_tokens = count_tokens(model) if exchange.divides_tokens else {}
     specs = [StageSpec(builder, name) for name in stage_names(model)]
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology
-        return kind(specs, bounds, groups, loss_fn, clock, no_decay_names(model))
-
-
-def _kind_of(schedule: str) -> type[VitPipeline]:
-    if schedule not in PIPELINES:
-        raise ConfigError(
-            f"schedule={schedule!r} is not known; there are {', '.join(PIPELINES)}. Use for example schedule='1f1b'."
+        return PIPELINES[schedule](
+            specs, bounds, groups, loss_fn, clock, no_decay_names(model), region=exchange, num_tokens=num_tokens
         )
-    return PIPELINES[schedule]

@@ -12,7 +12,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
 
 from vit_tp.checkpoint.pretrained import open_pretrained
-from vit_tp.config import BatchPlan, Config, DataConfig, batch_plan, eval_batch_plan
+from vit_tp.config import BatchPlan, Config, DataConfig, batch_plan, eval_batch_plan, region_name
 from vit_tp.config.schedules import SCHEDULES
 from vit_tp.config.types import show
 from vit_tp.data.order import steps_per_epoch
@@ -23,14 +23,18 @@ from vit_tp.models.build import build_model, input_shape
 from vit_tp.models.costs import stage_bounds
 from vit_tp.models.dtypes import DTYPES, require_castable
 from vit_tp.models.stages import build_stage, num_blocks, stage_names
+from vit_tp.parallel.groups import StandIn
+from vit_tp.parallel.regions import build_region
 from vit_tp.parallel.topology import Topology
 from vit_tp.plan.stages import StagePlan, plan_ranks, plan_stages
 from vit_tp.recipe.mixing import Mixer
 from vit_tp.recipe.optimizer import is_frozen
 from vit_tp.sharding.catalogue import require_cuttable
+from vit_tp.sharding.classifier import is_classifier_cut
 from vit_tp.sharding.indivisible import describe_kept, require_cut
 from vit_tp.sharding.matches import Match, plan_cut
 from vit_tp.sharding.plugins import load_plugins
+from vit_tp.sharding.stream import require_stream
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,8 @@ def preflight(config: Config, training: bool = True) -> Preflight:
             matches = plan_cut(model, topology.tp, indivisible=parallel.indivisible)
             if topology.tp > 1:
                 require_cut(model, matches, topology.tp)
+            region = build_region(region_name(config), StandIn(topology.tp), config.recipe.sync_fraction)
+            require_stream(model, matches, region, config.compute.recompute)
     if bounds and training:
         with complaints:
             _require_trainable(model, bounds, config)
@@ -205,6 +211,12 @@ def _held(stages: list[StagePlan]) -> int:
     return sum(stage.num_params for stage in stages) + max(stage.num_table_params for stage in stages)
 
 
+def _describe_head(num_classes: int, tp: int) -> str:
+    return (
+        f"{num_classes} classes cut over tp={tp}: each rank holds {-(-num_classes // tp)}, and logits are not gathered"
+    )
+
+
 def _describe(
     config: Config,
     topology: Topology,
@@ -216,8 +228,19 @@ def _describe(
 ) -> list[str]:
     params = sum(p.numel() for p in model.parameters())
     parallel, dtype = config.parallel, DTYPES[config.compute.dtype]
-    stages = plan_stages(model, plan.micro_batch_size, topology.tp, dtype, parallel.cut_head_from, parallel.indivisible)
+    stages = plan_stages(
+        model,
+        plan.micro_batch_size,
+        topology.tp,
+        dtype,
+        parallel.cut_head_from,
+        parallel.indivisible,
+        region_name(config),
+        config.recipe.sync_fraction,
+        config.compute.recompute,
+    )
     kept = describe_kept(matches, topology.tp, _held(stages), params)
+    is_head_cut = is_classifier_cut(matches, topology.tp, parallel.cut_head_from)
     steps = steps_per_epoch(spec.num_train, plan.global_batch_size)
     _, chans, height, width = input_shape(model, 1)
     return [
@@ -226,6 +249,7 @@ def _describe(
         f"grid      tp={topology.tp} x pp={topology.pp} x dp={topology.dp} = {topology.world_size} processes, "
         f"{config.compute.dtype}" + (f", {parallel.schedule}" if topology.pp > 1 else ""),
         *([f"whole     {kept}"] if kept else []),
+        *([f"head      {_describe_head(spec.num_classes, topology.tp)}"] if is_head_cut else []),
         *(
             f"stage {index:<3} {' and '.join(f'{first} .. {last}' for first, last in rank.chunks)}: each rank holds "
             f"{rank.num_params / 1e6:.2f} M parameters and at most {' and '.join(map(str, rank.micro_batches))} "

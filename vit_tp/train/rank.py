@@ -14,7 +14,7 @@ from typing import Any, Protocol, TextIO
 import torch.distributed as dist
 
 from vit_tp.checkpoint.export import save_weights
-from vit_tp.config import Config, RunFolder, config_hash, fingerprint, run_folder
+from vit_tp.config import Config, RunFolder, config_hash, fingerprint, is_one_model, run_folder
 from vit_tp.errors import ConfigError
 from vit_tp.parallel.topology import Topology
 from vit_tp.report.result import write_result
@@ -57,7 +57,8 @@ def train_rank(config: Config, env: RankEnv, console: TextIO) -> None:
     figures = train(run, recorder)
     recorder.close()
     engine = run.engine
-    save_weights(folder.export, engine.module.saved_stages, run.all_stages, run.groups, full_precision(engine))
+    kept = folder.export if is_one_model(config) else folder.partial
+    save_weights(kept, engine.module.saved_stages, run.all_stages, run.groups, full_precision(engine))
     if env.rank == 0:
         circumstances = {"fingerprint": fingerprint(config), **_circumstances(run)}
         write_result(folder.result, {**figures, **circumstances, "wall_s": time.perf_counter() - started})
@@ -68,7 +69,7 @@ def train_rank(config: Config, env: RankEnv, console: TextIO) -> None:
 def eval_rank(config: Config, env: RankEnv, folder: RunFolder) -> dict[str, Any]:
     """Evaluate a finished run's weights as one rank; return its figures."""
     started = time.perf_counter()
-    run = _join(config, env, folder.export)
+    run = _join(config, env, folder.weights)
     figures = {**evaluate(run), **_circumstances(run), "wall_s": time.perf_counter() - started}
     stop_communication()
     return figures

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vit_tp.config import SECOND_HALF, Config, RunFolder, check, eval_tag
+from vit_tp.config import SECOND_HALF, Config, RunFolder, check, eval_tag, is_one_model
 from vit_tp.errors import ConfigError
 from vit_tp.launch.commands import rank_arguments, with_replicas
 from vit_tp.launch.env import RankEnv
@@ -68,14 +68,20 @@ def _run_to_evaluate(request: Request) -> tuple[Config, RunFolder]:
         raise ConfigError(
             f"{folder} holds no {folder.config.name}; it is not the folder of a run. Use run=<run.dir>/<run.name>."
         )
-    if not any(folder.export.glob("*")):
+    if not any(folder.weights.glob("*")):
         raise ConfigError(
-            f"{folder.export} holds no weights; the run has not finished. Use run=<folder of a finished run>."
+            f"{folder.weights} holds no weights; the run has not finished. Use run=<folder of a finished run>."
         )
     config = load_config(request.config_file or folder.config)
     overrides = [word for word in request.overrides if not word.startswith("run=")]
-    config = override(config, overrides, SECOND_HALF) if overrides else config
+    trained, config = config, override(config, overrides, SECOND_HALF) if overrides else config
     check(config, training=False)
+    if not is_one_model(trained) and config.parallel.tp != trained.parallel.tp:
+        raise ConfigError(
+            f"{folder} was trained with recipe.sync=partial on parallel.tp={trained.parallel.tp}, each rank with "
+            f"channels of its own; on parallel.tp={config.parallel.tp} its weights would be another model. "
+            f"Use parallel.tp={trained.parallel.tp}."
+        )
     return config, folder
 
 
