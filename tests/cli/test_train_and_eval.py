@@ -110,6 +110,21 @@ def test_the_same_command_under_torchrun_is_a_rank(folder):
     assert "training.png was not drawn" in (run / "log" / "rank_00000.txt").read_text()
 
 
+def test_a_folded_pipeline_is_one_word_more(trained, folder):
+    ended = call(
+        *(BIN / "vit-tp", "train", *SHORT, "parallel.tp=1", "parallel.schedule=dualpipev", "run.name=folded"),
+        cwd=folder,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "stage 0   embed .. blocks.0 and blocks.3 .. head: each rank holds" in ended.stdout
+    assert "and at most 4 and 1 micro-batches" in ended.stdout
+    run = folder / "runs" / "folded"
+    assert "embed .. blocks.0 and blocks.3 .. head, " in (run / "log" / "rank_00000.txt").read_text()
+    folded, straight = result_of(run), result_of(folder / "runs" / "digits_smoke")
+    assert folded["fingerprint"] == straight["fingerprint"], "a schedule is how it is run, not what is learnt"
+    assert folded["eval/loss"] == pytest.approx(straight["eval/loss"], rel=1e-4)
+
+
 @pytest.mark.slow
 def test_deepspeeds_own_command_with_its_flag(folder):
     """P91: without --no_local_rank each rank gets --local_rank=i as its first argument."""

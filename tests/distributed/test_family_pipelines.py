@@ -25,8 +25,8 @@ TABLES = {MIXED: "rope.freqs", SHARED: "shared_rel_pos.relative_position_bias_ta
 TABLES[BEIT] = "rel_pos_bias.relative_position_bias_table"
 
 
-def build(name: str) -> nn.Module:
-    return randomise_(tiny(name, **KWARGS.get(name, {})))
+def build(name: str, depth: int = 2) -> nn.Module:
+    return randomise_(tiny(name, **KWARGS.get(name, {}), depth=depth))
 
 
 def steps_of(name: str) -> list:
@@ -40,16 +40,16 @@ def without_key_bias(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[:0] if name.endswith(".k.bias") else tensor
 
 
-def stock(name: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Train stock timm in one process; return losses, norms and final weights."""
-    model = build(name).train()
+def stock(name: str, depth: int = 2, parts: int = 2) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Train stock timm in one process, in so many micro-batches; return losses, norms and final weights."""
+    model = build(name, depth).train()
     groups = timm.optim.param_groups_weight_decay(model, WEIGHT_DECAY, no_weight_decay_list=model.no_weight_decay())
     optimizer, losses, norms = torch.optim.AdamW(groups, lr=LR), [], []
     for images, targets in steps_of(name):
         optimizer.zero_grad()
         total = 0.0
-        for x, y in own_micro_batches(images, targets, 0, 1, 2):  # BatchNorm takes a micro-batch's statistics
-            loss = F.cross_entropy(model(x), y) / 2
+        for x, y in own_micro_batches(images, targets, 0, 1, parts):  # BatchNorm takes a micro-batch's statistics
+            loss = F.cross_entropy(model(x), y) / parts
             loss.backward()
             total += loss.item()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
@@ -58,24 +58,26 @@ def stock(name: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def train(name: str, pp: int, tp: int, dtype: str = "fp32") -> dict:
+def train(
+    name: str, pp: int, tp: int, dtype: str = "fp32", schedule: str = "1f1b", depth: int = 2, parts: int = 2
+) -> dict:
     """Train the same over pp x tp ranks; return this rank's losses and norms, and the whole weights that it holds."""
     import vit_tp
     from vit_tp.sharding.state import full_tensor
     from vit_tp.train.engine import full_precision
 
     topology = vit_tp.Topology(pp=pp, dp=1, tp=tp)
-    pipe = vit_tp.pipeline(build(name), topology, F.cross_entropy)
+    pipe = vit_tp.pipeline(build(name, depth), topology, F.cross_entropy, schedule=schedule)
     config = {
-        "train_micro_batch_size_per_gpu": BATCH // 2,
-        "gradient_accumulation_steps": 2,
+        "train_micro_batch_size_per_gpu": BATCH // parts,
+        "gradient_accumulation_steps": parts,
         "gradient_clipping": CLIP,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
         "bf16": {"enabled": dtype == "bf16"},
     }
     engine, found = vit_tp.initialize(pipe, config), {"losses": [], "norms": []}
     for images, targets in steps_of(name):
-        loss = engine.train_batch(iter(own_micro_batches(images, targets, 0, 1, 2)))
+        loss = engine.train_batch(iter(own_micro_batches(images, targets, 0, 1, parts)))
         found["losses"].append(loss.item())
         found["norms"].append(float(engine.get_global_grad_norm()))
     weights_of, group = full_precision(engine), pipe.groups.tp_group
@@ -92,8 +94,20 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pipeline_of_four_has_the_numbers_of_stock_timm(name: str):
-    losses, norms, weights = stock(name)
-    ranks = run_world(train, 4, name, 2, 2)
+    require_stock_numbers(name, run_world(train, 4, name, 2, 2), stock(name))
+
+
+FOLDED = [MIXED, *(pytest.param(name, marks=pytest.mark.slow) for name in (SHARED, BEIT, "xcit_small_12_p16_224"))]
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_chunks_of_dualpipev_share_tables_and_have_the_numbers_of_stock_timm(name: str):
+    """Four blocks in four chunks: both chunks of a rank read one table, and both ranks step their copies alike."""
+    require_stock_numbers(name, run_world(train, 4, name, 2, 2, "fp32", "dualpipev", 4, 4), stock(name, 4, 4))
+
+
+def require_stock_numbers(name: str, ranks: list[dict], wanted: tuple) -> None:
+    losses, norms, weights = wanted
     for found in ranks:
         assert found["losses"] == pytest.approx(losses, rel=LOSS_FLOAT32)
         assert found["norms"] == pytest.approx(norms, rel=NORM_FLOAT32)
@@ -107,10 +121,11 @@ def test_a_pipeline_of_four_has_the_numbers_of_stock_timm(name: str):
         assert all(torch.equal(held[0], other) for other in held[1:]), "every stage steps its copy alike"
 
 
-def test_a_table_of_many_stages_counts_once_in_bf16():
+@pytest.mark.parametrize(("schedule", "size"), [("1f1b", (2, 2)), ("dualpipev", (4, 4))])
+def test_a_table_of_many_stages_counts_once_in_bf16(schedule: str, size: tuple[int, int]):
     """DeepSpeed's bf16 optimizer takes a norm of its own."""
-    losses, norms, _ = stock(MIXED)
-    for found in run_world(train, 2, MIXED, 2, 1, "bf16"):
+    losses, norms, _ = stock(MIXED, *size)
+    for found in run_world(train, 2, MIXED, 2, 1, "bf16", schedule, *size):
         assert found["norms"] == pytest.approx(norms, rel=2e-2)
         assert found["losses"] == pytest.approx(losses, rel=2e-2)
 

@@ -151,7 +151,7 @@ def short_feed() -> None:
     from vit_tp.parallel.topology import Topology
     from vit_tp.train.feed import Feed
 
-    feed = Feed(build_groups(Topology(pp=2)), torch.device("cpu"))
+    feed = Feed(build_groups(Topology(pp=2)), torch.device("cpu"), loss_rank=1)
     batches = iter([Batch(torch.ones(2, 3, 8, 8), torch.ones(2, dtype=torch.long))]) if feed.is_reader else None
     for _ in feed.step(batches, 2):
         pass

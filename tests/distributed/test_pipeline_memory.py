@@ -72,13 +72,14 @@ def test_a_model_larger_than_what_a_process_may_hold_trains_cut_in_four(pp, tp):
 WATCHED = {"img_size": 32, "patch_size": 4, "embed_dim": 64, "depth": 8, "num_heads": 4, "num_classes": 10}
 
 
-def live_bytes() -> dict[str, int]:
+def live_bytes(schedule: str) -> dict[str, int]:
     """Train one step on pp=4; return the peak of saved activation bytes and of micro-batches alive on this rank."""
     import vit_tp
 
     with torch.device("meta"):
         model = timm.create_model("vit_tiny_patch16_224", **WATCHED)
-    pipe = vit_tp.pipeline(model, vit_tp.Topology(pp=4, dp=1, tp=1), torch.nn.functional.cross_entropy)
+    topology, loss_fn = vit_tp.Topology(pp=4, dp=1, tp=1), torch.nn.functional.cross_entropy
+    pipe = vit_tp.pipeline(model, topology, loss_fn, schedule=schedule)
     engine = vit_tp.initialize(
         pipe,
         {
@@ -105,16 +106,16 @@ def live_bytes() -> dict[str, int]:
     forward, backward = engine._exec_forward_pass.__func__, engine._exec_backward_pass.__func__
     instructions = dict(engine._INSTRUCTION_MAP)
 
-    def watched_forward(self, buffer_id):
+    def watched_forward(self, buffer_id, **phase):
         nonlocal micro_batches_alive, most
         micro_batches_alive += 1
         most = max(most, micro_batches_alive)
-        return forward(self, buffer_id)
+        return forward(self, buffer_id, **phase)
 
-    def watched_backward(self, buffer_id):
+    def watched_backward(self, buffer_id, **phase):
         nonlocal micro_batches_alive
         micro_batches_alive -= 1
-        return backward(self, buffer_id)
+        return backward(self, buffer_id, **phase)
 
     for instruction, function in instructions.items():
         if function is forward:
@@ -128,16 +129,22 @@ def live_bytes() -> dict[str, int]:
     return {"bytes": peak, "micro_batches": most}
 
 
-def test_early_stages_hold_more_and_the_plan_says_how_much():
-    """P20: 4, 3, 2, 1 micro-batches, and their bytes within 20 % of the count on meta."""
+@pytest.mark.parametrize(
+    ("schedule", "alive"),
+    [("1f1b", [[4], [3], [2], [1]]), pytest.param("dualpipev", [[8, 1], [7, 2], [6, 3], [5, 4]], marks=SLOW)],
+)
+def test_stages_hold_what_the_plan_says(schedule, alive):
+    """P20: micro-batches of each chunk, and their bytes within 20 % of the count on meta."""
     from vit_tp.models.costs import stage_bounds
     from vit_tp.plan.stages import plan_ranks, plan_stages
 
-    found = run_world(live_bytes, 4)
+    found = run_world(live_bytes, 4, schedule)
     with torch.device("meta"):
         model = timm.create_model("vit_tiny_patch16_224", **WATCHED)
-    planned = plan_ranks(plan_stages(model, 4, 1, torch.float32), stage_bounds(model, 4), 8)
-    assert [rank["micro_batches"] for rank in found] == [plan.micro_batches for plan in planned] == [4, 3, 2, 1]
+    bounds = stage_bounds(model, 4, schedule=schedule)
+    planned = plan_ranks(plan_stages(model, 4, 1, torch.float32), bounds, 8, schedule)
+    assert [plan.micro_batches for plan in planned] == alive
+    assert [rank["micro_batches"] for rank in found] == [sum(chunks) for chunks in alive]
     assert [rank["bytes"] for rank in found] == pytest.approx([plan.activation_bytes for plan in planned], rel=0.2)
 
 

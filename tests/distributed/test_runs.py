@@ -97,10 +97,14 @@ def test_batch_sizes_count_replicas_only(tmp_path):
         assert rank["global_samples"] == rank["figures"]["samples"] == batch
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_exported_weights_evaluate_alike_everywhere_and_load_in_stock_timm(dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "schedule"),
+    [("fp32", "1f1b"), ("bf16", "1f1b"), pytest.param("bf16", "dualpipev", marks=pytest.mark.slow)],
+)
+def test_exported_weights_evaluate_alike_everywhere_and_load_in_stock_timm(dtype, schedule, tmp_path):
     overrides = {"compute__dtype": dtype, "recipe__max_steps": 30, "recipe__optimizer__lr": 3e-3}
-    trained = run_world(train_digits, 4, 2, 1, 2, str(tmp_path), overrides, export=True)[0]["figures"]
+    in_training = {**overrides, "parallel__schedule": schedule}
+    trained = run_world(train_digits, 4, 2, 1, 2, str(tmp_path), in_training, export=True)[0]["figures"]
     for grid in [(1, 1, 1), (1, 1, 4), (4, 1, 1), (1, 3, 1), (2, 2, 1)]:
         found = world(grid, str(tmp_path), overrides, fn=eval_digits)[0]
         assert found["eval/count"] == 360

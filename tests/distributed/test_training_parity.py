@@ -1,6 +1,6 @@
 """Whole training runs through DeepSpeed's engine against one process with stock timm and stock AdamW.
 
-Every grid of 1, 2 and 4 ranks; accumulation 1 and 4; clipping on; twenty steps.
+Every grid of 1, 2 and 4 ranks; accumulation 1 and 4; clipping on; twenty steps; both schedules.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tests.distributed.models import (
 from tests.tolerances import BF16_SPREAD, LOSS_FLOAT32, LOSS_LATE_FLOAT32, NORM_FLOAT32, WEIGHT_STEPS
 from tests.worlds import run_world
 
+FOLDED = [(2, 1, 1), (2, 1, 2), (2, 2, 1)]  # grids that run DualPipeV too
 GRIDS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
 STEPS, GLOBAL_BATCH, CLIP = 20, 16, 0.5
 
@@ -89,11 +90,24 @@ def reference(first_weights):
     return stock_training(first_weights, batches(STEPS, GLOBAL_BATCH), RICH, clip=CLIP)
 
 
+def named(grid: tuple[int, int, int]) -> str:
+    return "pp{}_dp{}_tp{}".format(*grid)
+
+
 @pytest.mark.parametrize("grad_accum_steps", [1, 4])
-@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: "pp{}_dp{}_tp{}".format(*grid))
+@pytest.mark.parametrize("grid", GRIDS, ids=named)
 def test_twenty_steps_equal_stock_timm(grid, grad_accum_steps, first_weights, reference):
+    require_stock_numbers(grid, grad_accum_steps, "1f1b", first_weights, reference)
+
+
+@pytest.mark.parametrize("grid", FOLDED, ids=named)
+def test_twenty_steps_of_dualpipev_equal_stock_timm(grid, first_weights, reference):
+    require_stock_numbers(grid, 4, "dualpipev", first_weights, reference)
+
+
+def require_stock_numbers(grid, grad_accum_steps, schedule, first_weights, reference) -> None:
     pp, dp, tp = grid
-    results = run_world(train_grid, pp * dp * tp, pp, dp, tp, grad_accum_steps, RICH, STEPS, {})
+    results = run_world(train_grid, pp * dp * tp, pp, dp, tp, grad_accum_steps, RICH, STEPS, {}, schedule=schedule)
     first = merged(results, "first")
     assert first.keys() == first_weights.keys()
     assert all(torch.equal(first[name], first_weights[name]) for name in first), "first weights differ from one process"
@@ -134,13 +148,24 @@ def bf16_runs(first_weights) -> torch.Tensor:
     )
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: "pp{}_dp{}_tp{}".format(*grid))
+@pytest.mark.parametrize("grid", GRIDS, ids=named)
 def test_bf16_lies_within_the_spread_of_single_processes(grid, bf16_runs):
+    require_within_spread(grid, 2, "1f1b", bf16_runs)
+
+
+@pytest.mark.parametrize("grid", FOLDED, ids=named)
+def test_bf16_of_dualpipev_lies_within_the_spread_of_single_processes(grid, bf16_runs):
+    require_within_spread(grid, 4, "dualpipev", bf16_runs)
+
+
+def require_within_spread(grid, grad_accum_steps, schedule, bf16_runs) -> None:
     pp, dp, tp = grid
     settings = {"bf16": {"enabled": True}}
-    results = run_world(train_grid, pp * dp * tp, pp, dp, tp, 2, RICH, STEPS, settings)
+    results = run_world(
+        train_grid, pp * dp * tp, pp, dp, tp, grad_accum_steps, RICH, STEPS, settings, schedule=schedule
+    )
     assert all(rank["losses"] == results[0]["losses"] for rank in results), (
-        "P04: every rank holds the last stage's loss"
+        "P04: every rank has the loss of the rank that computes it"
     )
     middle, spread = bf16_runs.mean(0), (bf16_runs.amax(0) - bf16_runs.amin(0)).max()
     found = torch.tensor(results[0]["losses"])
@@ -148,15 +173,17 @@ def test_bf16_lies_within_the_spread_of_single_processes(grid, bf16_runs):
     assert spread < 0.1, "the spread itself must be small, or the test could not fail"
 
 
-@pytest.mark.parametrize("grad_accum_steps", [1, 2, 8])
-@pytest.mark.parametrize("pp", [2, 4])
-def test_accumulation_divides_gradients_once(pp, grad_accum_steps, first_weights):
+@pytest.mark.parametrize(
+    ("pp", "grad_accum_steps", "schedule"),
+    [*((pp, n, "1f1b") for pp in (2, 4) for n in (1, 2, 8)), (2, 4, "dualpipev"), (2, 8, "dualpipev")],
+)
+def test_accumulation_divides_gradients_once(pp, grad_accum_steps, schedule, first_weights):
     """P01, P02: with SGD one step shows each stage's gradient scale, stage 0's too."""
     sgd = {
         "optimizer": {"type": "momentum", "params": {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0}},
         "gradient_clipping": 0.0,
     }
-    results = run_world(train_grid, pp, pp, 1, 1, grad_accum_steps, RICH, 1, sgd)
+    results = run_world(train_grid, pp, pp, 1, 1, grad_accum_steps, RICH, 1, sgd, schedule=schedule)
     model = small_vit(**RICH)
     model.load_state_dict(first_weights)
     images, targets = batches(1, GLOBAL_BATCH)[0]

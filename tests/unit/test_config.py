@@ -111,6 +111,31 @@ def test_the_defaults_pass():
         ({"compute__recompute": -1}, ["compute.recompute=-1 is not known"]),
         ({"compute__recompute": True}, ["compute.recompute=true is not known"]),
         ({"compute__recompute": 1.5}, ["compute.recompute=1.5 is not known"]),
+        (
+            {"parallel__schedule": "dualpipe"},
+            ["1f1b, dualpipev", "Did you mean parallel.schedule=dualpipev?"],
+        ),
+        (
+            {
+                "parallel__schedule": "dualpipev",
+                "parallel__pp": 3,
+                "parallel__partition": [0, 3, 6, 9],
+                "recipe__global_batch_size": 60,
+            },
+            ["has 4 stages, parallel.pp=3 with parallel.schedule=dualpipev has 6", "Use parallel.pp=2 or"],
+        ),
+        (
+            {"parallel__schedule": "dualpipev", "parallel__pp": 4, "compute__micro_batch_size": 16},
+            [
+                "recipe.global_batch_size=64 gives each replica of parallel.dp=1 4 micro-batches of 16 samples",
+                "parallel.schedule=dualpipev has at least 8 under way on parallel.pp=4 stages",
+                "Use compute.micro_batch_size=8, or recipe.global_batch_size=128 or parallel.schedule=1f1b.",
+            ],
+        ),
+        (
+            {"parallel__schedule": "dualpipev", "parallel__pp": 2, "recipe__global_batch_size": 6, "parallel__dp": 2},
+            ["3 micro-batches of 1 samples", "Use recipe.global_batch_size=8 or parallel.schedule=1f1b."],
+        ),
         ({"compute__dtype": "bf61"}, ["Did you mean compute.dtype=bf16?"]),
         ({"compute__dtype": "fp16", "compute__device": "cpu"}, ["fp16", "Use compute.dtype=bf16"]),
         ({"compute__device": "gpu"}, ["compute.device=gpu", "auto, cpu, cuda"]),
@@ -194,7 +219,10 @@ def test_batch_plan(batch, dp, pp, micro, expected):
     assert plan.eval_micro_batch_size == plan.micro_batch_size
 
 
-@given(st.integers(1, 512), st.integers(1, 8), st.integers(1, 8), st.none() | st.integers(1, 16))
+SIZES = (st.integers(1, 512), st.integers(1, 8), st.integers(1, 8), st.none() | st.integers(1, 16))
+
+
+@given(*SIZES)
 def test_batch_plan_multiplies_out_or_names_a_size_that_does(batch, dp, pp, micro):
     config = config_with(recipe__global_batch_size=batch, parallel__pp=pp, compute__micro_batch_size=micro)
     try:
@@ -206,6 +234,26 @@ def test_batch_plan_multiplies_out_or_names_a_size_that_does(batch, dp, pp, micr
     else:
         assert plan.micro_batch_size * plan.grad_accum_steps * dp == batch == plan.global_batch_size
         assert micro is not None or plan.grad_accum_steps <= max(1, 2 * pp if pp > 1 else 1)
+
+
+@given(*SIZES)
+def test_dualpipev_gets_as_many_micro_batches_as_chunks_or_names_sizes_that_give_them(batch, dp, pp, micro):
+    config = config_with(recipe__global_batch_size=batch, parallel__pp=pp, compute__micro_batch_size=micro)
+    config.parallel.schedule = "dualpipev"
+    try:
+        plan = batch_plan(config, dp)
+    except ConfigError as error:
+        if "is not a multiple" in str(error):
+            return
+        for knob, size in re.findall(r"(global_batch_size|micro_batch_size)=(\d+)", str(error).partition("Use ")[2]):
+            fixed = replace(config, recipe=replace(config.recipe), compute=replace(config.compute))
+            setattr(fixed.recipe if knob == "global_batch_size" else fixed.compute, knob, int(size))
+            assert batch_plan(fixed, dp).grad_accum_steps >= 2 * pp
+    else:
+        assert plan.micro_batch_size * plan.grad_accum_steps * dp == batch
+        assert plan.grad_accum_steps >= 2 * pp
+        fewer = [parts for parts in range(2 * pp, plan.grad_accum_steps) if batch // dp % parts == 0]
+        assert micro is not None or not fewer
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_legal_values():

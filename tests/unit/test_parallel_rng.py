@@ -137,3 +137,15 @@ def test_a_stream_is_left_once(default_generator):
     after = default_generator.get_state()
     stream.leave(CPU)
     assert torch.equal(default_generator.get_state(), after)
+
+
+def test_chunks_that_take_turns_each_meet_every_micro_batch():
+    clock, met = Clock(seed=1), []
+    clock.start_step(3, first_micro_batch=8)
+    for chunk in (0, 0, 1, 0, 1, 1):
+        clock.next_micro_batch(chunk)
+        met.append((chunk, clock.micro_batch))
+    assert met == [(0, 8), (0, 9), (1, 8), (0, 10), (1, 9), (1, 10)]
+    clock.start_step(4, first_micro_batch=8)
+    clock.next_micro_batch(1)
+    assert (clock.step, clock.micro_batch) == (4, 8)

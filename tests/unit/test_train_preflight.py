@@ -17,6 +17,26 @@ REFUSED = {
         ["MLP width=90", "Use parallel.tp=1, 2, or"],
     ),
     "too many stages": ({"parallel__pp": 5}, ["parallel.pp=5", "4 blocks", "Use parallel.pp=4 or less."]),
+    "too many chunks": (
+        {"parallel__pp": 3, "parallel__schedule": "dualpipev", "recipe__global_batch_size": 36},
+        [
+            "parallel.pp=3 with parallel.schedule=dualpipev cuts the model into 6 runs of blocks, 2 on each stage's",
+            "it has 4 blocks. Use parallel.pp=2 or less, or parallel.schedule=1f1b.",
+        ],
+    ),
+    "two streams in chunks": (
+        {
+            "model__timm": "tnt_s_patch16_224",
+            "model__kwargs": {},
+            "model__img_size": None,
+            "parallel__schedule": "dualpipev",
+        },
+        ["parallel.pp=1 with parallel.schedule=dualpipev", "TNT", "Use parallel.pp=1 parallel.schedule=1f1b"],
+    ),
+    "frozen chunks": (
+        {"parallel__pp": 2, "parallel__schedule": "dualpipev", "recipe__freeze": ["blocks.[12].*"]},
+        ["pipeline stage 1 (blocks.1 to blocks.1 and blocks.2 to blocks.2)", "parallel.pp=1"],
+    ),
     "explicit stages": (
         {"parallel__pp": 2, "parallel__partition": [0, 7]},
         ["parallel.partition=[0, 7]", "4 blocks on 2 stages", "parallel.partition=[0, 2]"],
@@ -98,6 +118,10 @@ def test_the_plan_is_the_request():
     assert heavy_ends.bounds == [0, 2, 4, 6]  # embed and one block (3), two blocks (2), one block and the head (2)
     by_flops = preflight(digits_config(parallel__pp=4, parallel__partition="flops"))
     assert by_flops.bounds == [0, 2, 3, 4, 6]
+    folded = preflight(digits_config(parallel__pp=2, parallel__schedule="dualpipev", parallel__partition=[0, 1, 2, 3]))
+    assert folded.bounds == [0, 2, 3, 4, 6] and folded.plan.grad_accum_steps == 4
+    assert any("embed .. blocks.0 and blocks.3 .. head: each rank holds" in line for line in folded.lines)
+    assert any("stage 1" in line and "at most 3 and 2 micro-batches" in line for line in folded.lines)
     whole, half = preflight(digits_config()), preflight(digits_config(parallel__tp=2))
     assert any("stage 0" in line for line in whole.lines)
     assert half.topology == replace(whole.topology, tp=2)

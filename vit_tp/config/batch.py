@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vit_tp.config.schedules import SCHEDULES
 from vit_tp.config.schema import Config
 from vit_tp.errors import ConfigError
 
@@ -35,14 +36,15 @@ def batch_plan(config: Config, dp_size: int) -> BatchPlan:
     """Divide recipe.global_batch_size over replicas and micro-batches.
 
     With compute.micro_batch_size=null a replica's share is cut in the largest number of parts up to 2*pp that divides
-    it (a pipeline of pp stages is idle for (pp-1)/(parts+pp-1) of a step), and is one part where pp=1.
+    it (a pipeline of pp stages is idle for (pp-1)/(parts+pp-1) of a step), and is one part where pp=1. Where the
+    schedule needs more it is the smallest number that will do.
 
     Args:
         config: The whole configuration.
         dp_size: Data-parallel replicas that there really are.
 
     Raises:
-        ConfigError: The batch does not divide; names the nearest sizes that do.
+        ConfigError: The batch does not divide, or makes too few micro-batches; names the nearest sizes that do.
     """
     whole, micro = config.recipe.global_batch_size, config.compute.micro_batch_size
     unit = dp_size * (micro or 1)
@@ -55,10 +57,15 @@ def batch_plan(config: Config, dp_size: int) -> BatchPlan:
             f"recipe.global_batch_size={whole} is not a multiple of {parts}; "
             f"every replica takes the same number of whole micro-batches in a step. {advice}"
         )
-    share = whole // dp_size
+    share, pp = whole // dp_size, config.parallel.pp
+    fewest = SCHEDULES[config.parallel.schedule].min_micro_batches(pp)
     if micro is None:
-        most = 2 * config.parallel.pp if config.parallel.pp > 1 else 1
-        micro = share // max(parts for parts in range(1, most + 1) if share % parts == 0)
+        most = 2 * pp if pp > 1 else 1
+        legal = [parts for parts in range(1, share + 1) if share % parts == 0]
+        parts = max(parts for parts in legal if parts <= most)
+        micro = share // (parts if parts >= fewest else min((more for more in legal if more >= fewest), default=parts))
+    if share // micro < fewest:
+        raise ConfigError(_too_few(config, dp_size, share, micro, fewest))
     return BatchPlan(micro, config.compute.eval_micro_batch_size or micro, share // micro, whole, dp_size)
 
 
@@ -75,6 +82,18 @@ def eval_batch_plan(config: Config, dp_size: int) -> BatchPlan:
     micro = config.compute.eval_micro_batch_size or config.compute.micro_batch_size
     micro = micro or max(1, config.recipe.global_batch_size // (2 * config.parallel.pp * dp_size))
     return BatchPlan(micro, micro, 1, micro * dp_size, dp_size)
+
+
+def _too_few(config: Config, dp_size: int, share: int, micro: int, fewest: int) -> str:
+    name, pp = config.parallel.schedule, config.parallel.pp
+    smaller = [size for size in range(1, micro) if share % size == 0 and share // size >= fewest]
+    advice = f"compute.micro_batch_size={smaller[-1]}, or " if smaller else ""
+    return (
+        f"recipe.global_batch_size={config.recipe.global_batch_size} gives each replica of parallel.dp={dp_size} "
+        f"{share // micro} micro-batches of {micro} samples; parallel.schedule={name} has at least {fewest} under way "
+        f"on parallel.pp={pp} stages. "
+        f"Use {advice}recipe.global_batch_size={micro * fewest * dp_size} or parallel.schedule=1f1b."
+    )
 
 
 def _legal_micro(whole: int, dp_size: int) -> str:

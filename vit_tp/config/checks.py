@@ -14,6 +14,7 @@ from typing import Any
 from vit_tp.config.batch import batch_plan
 from vit_tp.config.convert import from_dict, to_dict
 from vit_tp.config.limits import DECIDED_ELSEWHERE, LAYERWISE_OPTIMIZERS, NAMES, RANGES, RECOMPUTE
+from vit_tp.config.schedules import SCHEDULES
 from vit_tp.config.schema import Config
 from vit_tp.config.types import close_names, show
 from vit_tp.errors import ConfigError
@@ -197,7 +198,7 @@ def _recipe(config: Config) -> Iterator[str]:
 
 
 def _parallel(config: Config) -> Iterator[str]:
-    partition, pp = config.parallel.partition, config.parallel.pp
+    partition, pp, schedule = config.parallel.partition, config.parallel.pp, config.parallel.schedule
     if partition in ("parameters", "flops"):
         return
     shown, even = f"parallel.partition={show(partition)}", "parallel.partition=parameters"
@@ -207,10 +208,13 @@ def _parallel(config: Config) -> Iterator[str]:
             f"Use {even}, or for example parallel.pp=2 parallel.partition=[0,6]."
         )
         return
-    if len(partition) != pp:
+    per_rank = SCHEDULES[schedule].chunks_per_rank if schedule in SCHEDULES else 1
+    if len(partition) != pp * per_rank:
+        doubled = f" with parallel.schedule={schedule} has {pp * per_rank}" if per_rank > 1 else ""
+        ranks = f"parallel.pp={len(partition) // per_rank} or " if len(partition) % per_rank == 0 else ""
         yield (
-            f"{shown} has {len(partition)} stages, parallel.pp={pp}; each stage has one first block. "
-            f"Use parallel.pp={len(partition)} or {even}."
+            f"{shown} has {len(partition)} stages, parallel.pp={pp}{doubled}; each stage has one first block. "
+            f"Use {ranks}{even}."
         )
     if partition[0] != 0:
         yield (
@@ -245,10 +249,10 @@ def _activations(config: Config) -> Iterator[str]:
 
 
 def _has_countable_batches(config: Config) -> bool:
-    """Say whether sizes are in range, so that it makes sense to ask whether they divide."""
+    """Say whether sizes are in range and the schedule is known, so that it makes sense to ask whether they divide."""
     compute, whole = config.compute, config.recipe.global_batch_size
     sizes = (whole, compute.micro_batch_size, compute.eval_micro_batch_size, config.parallel.dp)
-    return all(size is None or size >= 1 for size in sizes)
+    return config.parallel.schedule in SCHEDULES and all(size is None or size >= 1 for size in sizes)
 
 
 def _batch(config: Config) -> Iterator[str]:

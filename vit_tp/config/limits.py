@@ -5,6 +5,8 @@ Does not know: what is said when one is broken, nor combinations (checks.py).
 
 from __future__ import annotations
 
+from vit_tp.config.schedules import SCHEDULES
+
 NAMES = {
     "task.name": ["classification"],
     "data.source": ["digits", "image_folder"],
@@ -13,6 +15,7 @@ NAMES = {
     "recipe.schedule.name": ["cosine", "constant"],
     "recipe.sync": ["exact", "partial"],
     "parallel.indivisible": ["refuse", "mlp_only"],
+    "parallel.schedule": list(SCHEDULES),
     "compute.dtype": ["fp32", "bf16", "fp16"],
     "compute.device": ["auto", "cpu", "cuda"],
     "cluster.name": ["local"],

@@ -111,6 +111,10 @@ class ParallelConfig:
     tp: int = knob(1, "tensor-parallel ranks: attention heads and MLP columns are cut over them")
     pp: int = knob(1, "pipeline stages")
     dp: int | None = knob(None, "data-parallel replicas; null: as many as the devices allow, 1 without GPU")
+    schedule: str = knob(
+        "1f1b",
+        "order of passes: 1f1b | dualpipev: two runs of blocks on each rank, at least 2*pp micro-batches",
+    )
     sequence: bool = knob(False, "divide the tokens between blocks over tp: less memory for activations")
     partition: Any = knob("parameters", "blocks to stages by parameters | flops | [0, 3, 6]: first block of each stage")
     embed_weight: float | None = knob(None, "cost of the patch embedding in blocks; null: measured")

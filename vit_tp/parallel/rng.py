@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Generator, Tensor
@@ -48,22 +48,28 @@ def seeded(*parts: object, device: torch.device = torch.device("cpu")) -> Iterat
 class Clock:
     """Where training stands: which step, which of its micro-batches (numbered over all replicas).
 
-    Owned by the pipeline of one rank; advanced by its engine and read by its stages.
+    Owned by the pipeline of one rank; advanced by its engine and read by its stages. Where a rank holds two runs of
+    stages (chunks) that take turns, each of them meets every micro-batch and counts its own.
     """
 
     seed: int = 0
     step: int = 0
     micro_batch: int = 0
+    _before: int = 0
+    _met: dict[int, int] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict) -> Clock:
         return self  # a stage that is copied to be made real keeps its pipeline's time
 
     def start_step(self, step: int, first_micro_batch: int) -> None:
         """Stand before the first micro-batch that this replica has in a step."""
-        self.step, self.micro_batch = step, first_micro_batch - 1
+        self.step, self._before = step, first_micro_batch - 1
+        self._met.clear()
 
-    def next_micro_batch(self) -> None:
-        self.micro_batch += 1
+    def next_micro_batch(self, chunk: int = 0) -> None:
+        """Stand at the next micro-batch of a chunk."""
+        self._met[chunk] = self._met.get(chunk, 0) + 1
+        self.micro_batch = self._before + self._met[chunk]
 
     @contextmanager
     def standing_at(self, step: int, micro_batch: int) -> Iterator[None]:

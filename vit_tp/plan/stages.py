@@ -17,20 +17,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from vit_tp.config.schedules import SCHEDULES
 from vit_tp.models.build import input_shape
 from vit_tp.models.stages import BlockStage, build_stage, stage_names
 from vit_tp.parallel.groups import StandIn
 from vit_tp.parallel.regions import build_region
 from vit_tp.sharding.convert import CUT_HEAD_FROM
 from vit_tp.sharding.stages import cut_stage_
-
-
-def live_micro_batches(pp: int, grad_accum_steps: int) -> list[int]:
-    """Return how many micro-batches each pipeline rank holds between forward and backward under 1F1B.
-
-    The first rank holds the most: it goes forward pp times before its first gradient comes back.
-    """
-    return [min(pp - rank, grad_accum_steps) for rank in range(pp)]
 
 
 @dataclass(frozen=True)
@@ -96,40 +89,44 @@ class RankPlan:
     """One pipeline rank as one of its tensor-parallel ranks.
 
     Args:
-        first: Name of its first stage.
-        last: Name of its last stage.
+        chunks: Names of the first and the last stage of each run of stages that it holds.
         num_params: Parameters that it holds.
-        micro_batches: How many are between forward and backward at most.
+        micro_batches: How many each run holds between forward and backward at most.
         activation_bytes: What they leave saved.
     """
 
-    first: str
-    last: str
+    chunks: list[tuple[str, str]]
     num_params: int
-    micro_batches: int
+    micro_batches: list[int]
     activation_bytes: int
 
 
-def plan_ranks(stages: Sequence[StagePlan], bounds: Sequence[int], grad_accum_steps: int) -> list[RankPlan]:
+def plan_ranks(
+    stages: Sequence[StagePlan], bounds: Sequence[int], grad_accum_steps: int, schedule: str = "1f1b"
+) -> list[RankPlan]:
     """Return what each pipeline rank would hold.
 
     Args:
         stages: From `plan_stages`.
-        bounds: Pipeline rank r holds stages [bounds[r], bounds[r + 1]).
+        bounds: From `models.costs.stage_bounds`.
         grad_accum_steps: Micro-batches of a step.
+        schedule: See `models.costs.stage_bounds`.
     """
-    alive = live_micro_batches(len(bounds) - 1, grad_accum_steps)
-    held = [stages[start:stop] for start, stop in zip(bounds, bounds[1:])]
-    return [
-        RankPlan(
-            own[0].name,
-            own[-1].name,
-            sum(s.num_params for s in own) + max(s.num_table_params for s in own),
-            n,
-            n * sum(s.activation_bytes for s in own),
+    order = SCHEDULES[schedule]
+    pp = (len(bounds) - 1) // order.chunks_per_rank
+    plans = []
+    for rank in range(pp):
+        runs = [stages[bounds[chunk] : bounds[chunk + 1]] for chunk in order.chunks_of(rank, pp)]
+        alive = order.live_micro_batches(rank, pp, grad_accum_steps)
+        plans.append(
+            RankPlan(
+                [(run[0].name, run[-1].name) for run in runs],
+                sum(s.num_params for run in runs for s in run) + max(s.num_table_params for run in runs for s in run),
+                alive,
+                sum(n * s.activation_bytes for n, run in zip(alive, runs) for s in run),
+            )
         )
-        for n, own in zip(alive, held)
-    ]
+    return plans
 
 
 def _forward_and_saved(stage: nn.Module, x: Tensor) -> tuple[Tensor, set[torch.UntypedStorage]]:

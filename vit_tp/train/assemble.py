@@ -48,7 +48,7 @@ class Assembly:
         plan: Sizes of the batches.
         groups: This rank's peers.
         device: Where it computes.
-        task: Loss and figures; on the last stage its sums are filled.
+        task: Loss and figures; where the loss is its sums are filled.
         engine: DeepSpeed's, with our sums and norm.
         feed: Where the engine's batches come from.
         img_size: Height and width of the input in pixels.
@@ -142,6 +142,7 @@ def assemble(config: Config, topology: Topology, device: torch.device, weights: 
         model,
         topology,
         task,
+        schedule=config.parallel.schedule,
         partition=config.parallel.partition,
         embed_weight=config.parallel.embed_weight,
         head_weight=config.parallel.head_weight,
@@ -163,9 +164,8 @@ def assemble(config: Config, topology: Topology, device: torch.device, weights: 
         engine = evaluator(pipe, plan.micro_batch_size, DTYPES[config.compute.dtype])
         limit_waiting(timeout)
     _, _, *img_size = input_shape(model, 1)
-    return Assembly(
-        config, spec, plan, groups, device, task, engine, Feed(groups, device), tuple(img_size), stage_names(model)
-    )
+    feed = Feed(groups, device, pipe.schedule.loss_rank(topology.pp))
+    return Assembly(config, spec, plan, groups, device, task, engine, feed, tuple(img_size), stage_names(model))
 
 
 def _describe_once(data: DataConfig) -> DataSpec:

@@ -1,4 +1,4 @@
-"""DeepSpeed's PipelineEngine with our gradient sums and our norm.
+"""A DeepSpeed engine for a pipeline: its settings and our norm of gradients.
 
 ZeRO-1 always, both partition flags off, gradients accumulated in fp32, a client optimizer: each of these avoids a fault
 that gives wrong numbers or a hang (docs/decisions/deepspeed.md).
@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER, PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
@@ -24,54 +22,15 @@ from torch import Tensor, nn
 from vit_tp.config import OptimizerConfig
 from vit_tp.errors import ConfigError
 from vit_tp.models.dtypes import cast_buffers_, require_castable
-from vit_tp.models.stages import require_images
-from vit_tp.parallel.collectives import broadcast_from_first_
 from vit_tp.parallel.groups import limit_waiting
 from vit_tp.recipe.optimizer import build_optimizer, param_groups
-from vit_tp.sharding.gradients import squared_norm, sum_, sum_partial_
+from vit_tp.sharding.gradients import squared_norm
 from vit_tp.train.pipeline import VitPipeline
+from vit_tp.train.schedules import ENGINES, VitEngine
 
 MAX_BUCKET_ELEMENTS = 50_000_000
 NEVER = 1_000_000_000
 _UNPARTITIONED = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
-
-
-class VitEngine(PipelineEngine):
-    """A PipelineEngine that keeps the clock of its stages and completes partial gradients once a step."""
-
-    def train_batch(self, data_iter: Iterator | None = None) -> Tensor:
-        """Take one optimizer step; return the mean loss over the global batch, equal on every rank."""
-        self.module.clock.start_step(self.global_steps, self.grid.data_parallel_id * self.micro_batches)
-        loss = super().train_batch(data_iter)
-        self.timers(TRAIN_BATCH_TIMER).reset()  # it keeps two device events of every step until it is read
-        return loss
-
-    @torch.no_grad()
-    def share_buffers_(self) -> None:
-        """Give every replica the buffers of the first, as torch's DDP does. Collective over the replicas.
-
-        Each replica's BatchNorm has seen its own micro-batches; an evaluation must not depend on which one a sample
-        meets.
-        """
-        group = self.grid.get_data_parallel_group()
-        for stage in self.module.stages:
-            for _, tensor in stage.named_timm_tensors():
-                if not isinstance(tensor, nn.Parameter):
-                    broadcast_from_first_(tensor, group)
-
-    def _exec_reduce_tied_grads(self) -> None:
-        super()._exec_reduce_tied_grads()
-        held, groups = "_hp_grad" if self.using_bf16_optimizer else "grad", self.module.groups
-        sum_partial_(self.module.parameters(), groups.tp_group, lambda p: getattr(p, held))
-        sum_(self.module.table_parameters(), groups.pp_group, lambda p: getattr(p, held))
-
-    def _next_batch(self) -> Any:
-        batch = super()._next_batch()
-        require_images(batch[0], None)  # DeepSpeed would stop with an assertion that names nothing
-        return batch
-
-    # The engine looks functions up by instruction, so an override alone would not be called.
-    _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: _exec_reduce_tied_grads}
 
 
 def initialize(
@@ -123,7 +82,11 @@ def evaluator(pipe: VitPipeline, micro_batch_size: int, dtype: torch.dtype) -> V
         micro_batch_size: Samples of one forward pass.
         dtype: Of weights and activations.
     """
-    config = {"train_micro_batch_size_per_gpu": micro_batch_size, "gradient_accumulation_steps": 1, **_UNPARTITIONED}
+    config = {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": pipe.schedule.min_micro_batches(pipe.groups.topology.pp),  # nothing is stepped
+        **_UNPARTITIONED,
+    }
     require_castable(pipe, dtype)
     for param in pipe.parameters():
         param.data = param.data.to(dtype)
@@ -132,16 +95,29 @@ def evaluator(pipe: VitPipeline, micro_batch_size: int, dtype: torch.dtype) -> V
 
 
 def _build(pipe: VitPipeline, config: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> VitEngine:
-    return VitEngine(
+    settings = DeepSpeedConfig(config, pipe.mpu())
+    _require_micro_batches(pipe, settings.gradient_accumulation_steps)
+    return ENGINES[pipe.schedule.name](
         args=None,
         model=pipe,
         optimizer=optimizer,
         model_parameters=None if optimizer is None else [p for p in pipe.parameters() if p.requires_grad],
         mpu=pipe.mpu(),
         config=config,
-        config_class=DeepSpeedConfig(config, pipe.mpu()),
+        config_class=settings,
         dist_init_required=False,
     )
+
+
+def _require_micro_batches(pipe: VitPipeline, num_micro_batches: int) -> None:
+    pp = pipe.groups.topology.pp
+    fewest = pipe.schedule.min_micro_batches(pp)
+    if num_micro_batches < fewest:
+        raise ConfigError(
+            f"gradient_accumulation_steps={num_micro_batches} is too few for schedule={pipe.schedule.name!r}, which "
+            f"has {fewest} micro-batches under way on pp={pp} stages. Use gradient_accumulation_steps={fewest} or "
+            f"more, or vit_tp.pipeline(..., schedule='1f1b')."
+        )
 
 
 def full_precision(engine: VitEngine) -> Callable[[nn.Parameter], Tensor]:

@@ -35,7 +35,7 @@ def evaluate(run: Assembly) -> dict[str, float]:
     run.engine.reset_activation_shape()
     run.engine.module.train()
     sums = run.task.sums.to(run.device)
-    if not (run.feed.is_last and place.tp == 0):
+    if not (run.feed.has_loss and place.tp == 0):
         sums = torch.zeros_like(sums)
     dist.all_reduce(sums)
     return run.task.metrics(sums)

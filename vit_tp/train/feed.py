@@ -1,8 +1,8 @@
 """Who reads samples, and who receives them?
 
 One process of each data-parallel replica reads, augments and mixes: tensor-parallel rank 0 of its first pipeline stage.
-Images go from there to its tp peers, targets straight to the last stage, one send for each micro-batch. A small header
-once a step tells the receivers the shapes, so a wrong size is an error and not a stale buffer.
+Images go from there to its tp peers, targets straight to the stage that has the loss, one send for each micro-batch. A
+small header once a step tells the receivers the shapes, so a wrong size is an error and not a stale buffer.
 
 Does not know: models, losses, where batches come from.
 """
@@ -31,20 +31,25 @@ class Feed:
     Args:
         groups: This rank's peers.
         device: Where images are wanted; targets travel on the CPU.
+        loss_rank: Pipeline rank that has the loss: the last one, or the first where the pipeline is folded.
     """
 
-    def __init__(self, groups: Groups, device: torch.device) -> None:
+    def __init__(self, groups: Groups, device: torch.device, loss_rank: int) -> None:
         topology, place = groups.topology, groups.place
         self.groups, self.device = groups, device
         self.reader = topology.rank(0, place.dp, 0)
         self.is_reader = groups.rank == self.reader
-        self.is_first, self.is_last = place.pp == 0, place.pp == topology.pp - 1
-        self.receivers = [rank for rank in feed_ranks(topology, place.dp) if rank != self.reader]
-        self.target_ranks = [r for r in self.receivers if topology.coordinates(r).pp == topology.pp - 1]
+        self.is_first, self.has_loss = place.pp == 0, place.pp == loss_rank
+        self.receivers = [
+            rank
+            for rank in feed_ranks(topology, place.dp)
+            if rank != self.reader and topology.coordinates(rank).pp in (0, loss_rank)
+        ]
+        self.target_ranks = [rank for rank in self.receivers if topology.coordinates(rank).pp == loss_rank]
         self._sends: list[tuple[dist.Work, Tensor]] = []  # a tensor must live until its send is done
 
     def step(self, batches: Iterator[Batch] | None, num_micro_batches: int) -> Iterator[tuple[Tensor, Tensor]] | None:
-        """Return what `train_batch` or `eval_batch` draws from, for one step. Collective over both ends of a replica.
+        """Return what `train_batch` or `eval_batch` draws from, for one step. Collective over the receivers.
 
         Args:
             batches: On the reader, its micro-batches; None elsewhere.
@@ -57,7 +62,7 @@ class Feed:
         for work, _ in self._sends:
             work.wait()
         self._sends.clear()
-        if not (self.is_first or self.is_last):
+        if not (self.is_first or self.has_loss):
             return None
         return self._read(batches, num_micro_batches) if self.is_reader else self._receive(num_micro_batches)
 
@@ -82,7 +87,7 @@ class Feed:
             yield images, targets
 
     def _send(self, tensor: Tensor, ranks: list[int]) -> None:
-        """Send without waiting: the last stage asks for targets only after its activations, which come from here."""
+        """Send without waiting: a last stage asks for targets only after its activations, which come from here."""
         self._sends += [(dist.isend(tensor, rank, group=self.groups.target_group), tensor) for rank in ranks]
 
     def _receive(self, num_micro_batches: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -94,7 +99,7 @@ class Feed:
             if self.is_first:
                 images = torch.empty(image_shape, dtype=image_dtype, device=self.device)
                 dist.broadcast(images, src=self.reader, group=self.groups.image_group)
-            if self.is_last:
+            if self.has_loss:
                 targets = torch.empty(target_shape, dtype=target_dtype)
                 dist.recv(targets, self.reader, group=self.groups.target_group)
             yield images, targets

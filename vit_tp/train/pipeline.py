@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from vit_tp.config.schedules import SCHEDULES, Schedule
 from vit_tp.errors import ConfigError
 from vit_tp.models.costs import stage_bounds
 from vit_tp.models.heap import trim_heap
@@ -110,14 +111,17 @@ class VitPipeline(PipelineModule):
 
     Args:
         specs: One for each stage of the whole model, in order.
-        bounds: Pipeline rank r holds stages [bounds[r], bounds[r + 1]).
+        bounds: Chunk c is stages [bounds[c], bounds[c + 1]); `schedule` says which rank holds it.
         groups: This rank's peers.
-        loss_fn: (logits, targets) -> scalar, called on the last pipeline rank.
+        loss_fn: (logits, targets) -> scalar, called on the pipeline rank that holds the last chunk.
         clock: Shared with the stages.
         no_decay: timm names of the parameters that get no weight decay, of the whole model.
         region: Where partial sums are exchanged.
         num_tokens: {is training: N} of the stream.
     """
+
+    schedule: Schedule = SCHEDULES["1f1b"]
+    active_phase = 0  # which of this rank's chunks runs: DeepSpeed's name for it
 
     def __init__(
         self,
@@ -150,19 +154,26 @@ class VitPipeline(PipelineModule):
     def _partition_layers(self, method: str = "") -> None:
         """Take our boundaries in place of DeepSpeed's methods, which know neither blocks nor weights of the ends."""
         self.parts = self._bounds
-        stage_id = self._topo.get_coord(self.global_rank).pipe
-        self._set_bounds(start=self.parts[stage_id], stop=self.parts[stage_id + 1])
+        held = self.schedule.chunks_of(self._topo.get_coord(self.global_rank).pipe, self._topo.get_dim("pipe"))
+        self.num_stages = len(self.parts) - 1
+        self.phase_bounds = [(self.parts[chunk], self.parts[chunk + 1]) for chunk in held]
+        self._set_bounds(*self.phase_bounds[0])
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.clock.next_micro_batch()
+            self.clock.next_micro_batch(self.active_phase)
         self.region.resume(self.num_tokens.get(self.training, 0))
         return super().forward(x)
 
     @property
+    def chunks(self) -> list[list[Stage]]:
+        """The runs of neighbouring stages that this rank holds."""
+        return [list(self.forward_funcs)]
+
+    @property
     def stages(self) -> list[Stage]:
         """The stages that this rank holds, in order."""
-        return list(self.forward_funcs)
+        return [stage for chunk in self.chunks for stage in chunk]
 
     @property
     def tables(self) -> Tables | None:
@@ -199,6 +210,19 @@ class VitPipeline(PipelineModule):
         )
 
 
+class FoldedPipeline(VitPipeline, DualPipeVModule):
+    """The two chunks of one pipeline rank under DualPipeV; blocks of both read the same tables."""
+
+    schedule = SCHEDULES["dualpipev"]
+
+    @property
+    def chunks(self) -> list[list[Stage]]:
+        return [list(chunk) for chunk in self.phase_funcs]
+
+
+PIPELINES = {kind.schedule.name: kind for kind in (VitPipeline, FoldedPipeline)}
+
+
 def pipeline(
     model: nn.Module,
     topology: Topology,
@@ -207,6 +231,7 @@ def pipeline(
     region: str = "exact",
     fraction: float = 1.0,
     recompute: str | int = "none",
+    schedule: str = "1f1b",
     partition: str | Sequence[int] = "parameters",
     embed_weight: float | None = None,
     head_weight: float | None = None,
@@ -229,6 +254,7 @@ def pipeline(
         fraction: Of "partial": share of the channels that is summed.
         recompute: What backward makes again: "none"; "norm_act", the outputs of norms and activations; "block", all
             but the input of each block; or N, the same for every Nth block.
+        schedule: Order of passes: "1f1b", or "dualpipev" with two runs of stages on each pipeline rank.
         partition: Blocks to pipeline ranks by "parameters", by "flops" (model on meta), or the first block of each.
         embed_weight: Cost of the embedding in mean blocks; None counts it.
         head_weight: The same for the head.
@@ -249,7 +275,7 @@ def pipeline(
             classifier whose logits could be left ungathered.
         TopologyError: If the world or the heads do not fit the grid.
     """
-    bounds = stage_bounds(model, topology.pp, partition, embed_weight, head_weight)
+    bounds = stage_bounds(model, topology.pp, partition, embed_weight, head_weight, schedule)
     matches = plan_cut(model, topology.tp, indivisible=indivisible)
     if topology.tp > 1:
         require_cut(model, matches, topology.tp)
@@ -265,6 +291,6 @@ def pipeline(
     num_tokens = count_tokens(model) if exchange.divides_tokens else {}
     specs = [StageSpec(builder, name) for name in stage_names(model)]
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology
-        return VitPipeline(
+        return PIPELINES[schedule](
             specs, bounds, groups, loss_fn, clock, no_decay_names(model), region=exchange, num_tokens=num_tokens
         )

@@ -13,6 +13,7 @@ from torch import nn
 
 from vit_tp.checkpoint.pretrained import open_pretrained
 from vit_tp.config import BatchPlan, Config, DataConfig, batch_plan, eval_batch_plan, region_name
+from vit_tp.config.schedules import SCHEDULES
 from vit_tp.config.types import show
 from vit_tp.data.order import steps_per_epoch
 from vit_tp.data.sources import describe
@@ -44,7 +45,7 @@ class Preflight:
         topology: The grid.
         plan: Sizes of the batches.
         spec: Sizes of the data set.
-        bounds: Stages of each pipeline rank.
+        bounds: Where the chunks of stages begin and end; under 1F1B pipeline rank r holds chunk r.
         lines: The same for a person, where it is a training.
     """
 
@@ -107,7 +108,14 @@ def preflight(config: Config, training: bool = True) -> Preflight:
         with complaints:
             require_castable(model, DTYPES[config.compute.dtype])
         with complaints:
-            bounds = stage_bounds(model, topology.pp, parallel.partition, parallel.embed_weight, parallel.head_weight)
+            bounds = stage_bounds(
+                model,
+                topology.pp,
+                parallel.partition,
+                parallel.embed_weight,
+                parallel.head_weight,
+                parallel.schedule,
+            )
         with complaints:
             matches = plan_cut(model, topology.tp, indivisible=parallel.indivisible)
             if topology.tp > 1:
@@ -116,7 +124,7 @@ def preflight(config: Config, training: bool = True) -> Preflight:
             require_stream(model, matches, region, config.compute.recompute)
     if bounds and training:
         with complaints:
-            _require_trainable(model, bounds, config.recipe.freeze)
+            _require_trainable(model, bounds, config)
     if bounds:
         with complaints:
             _require_logits(model, spec.num_classes)
@@ -144,8 +152,9 @@ def _require_pixels_as_pretrained(model: nn.Module, data: DataConfig) -> None:
         )
 
 
-def _require_trainable(model: nn.Module, bounds: list[int], freeze: list[str]) -> None:
+def _require_trainable(model: nn.Module, bounds: list[int], config: Config) -> None:
     """Every pattern must mean something, and every pipeline rank makes an optimizer of its own, which is not empty."""
+    freeze, order, pp = config.recipe.freeze, SCHEDULES[config.parallel.schedule], config.parallel.pp
     idle = [
         pattern for pattern in freeze if not any(is_frozen(name, [pattern]) for name, _ in model.named_parameters())
     ]
@@ -155,16 +164,14 @@ def _require_trainable(model: nn.Module, bounds: list[int], freeze: list[str]) -
             f"as {', '.join(name for name, _ in list(model.named_parameters())[:3])} or blocks.0.*."
         )
     names = stage_names(model)
-    trainable = [
-        any(not is_frozen(name, freeze) for stage in names[start:stop] for name, _ in _stage_parameters(model, stage))
-        for start, stop in zip(bounds, bounds[1:])
-    ]
-    for rank, has_any in enumerate(trainable):
-        if not has_any:
-            held = names[bounds[rank] : bounds[rank + 1]]
+    for rank in range(pp):
+        runs = [names[bounds[chunk] : bounds[chunk + 1]] for chunk in order.chunks_of(rank, pp)]
+        held = (name for run in runs for stage in run for name, _ in _stage_parameters(model, stage))
+        if all(is_frozen(name, freeze) for name in held):
             raise ConfigError(
-                f"recipe.freeze={freeze} leaves pipeline stage {rank} ({held[0]} to {held[-1]}) of parallel.pp="
-                f"{len(trainable)} without a trainable parameter, and each stage's optimizer needs one. "
+                f"recipe.freeze={freeze} leaves pipeline stage {rank} "
+                f"({' and '.join(f'{run[0]} to {run[-1]}' for run in runs)}) of parallel.pp={pp} "
+                f"without a trainable parameter, and each stage's optimizer needs one. "
                 f"Use parallel.pp=1, freeze less, or give that stage a trainable block with parallel.partition=[...]."
             )
 
@@ -240,13 +247,14 @@ def _describe(
         f"model     {config.model.timm}{_changed(config)}: {params / 1e6:.2f} M parameters, "
         f"{num_blocks(model)} blocks, input {chans} x {height} x {width}",
         f"grid      tp={topology.tp} x pp={topology.pp} x dp={topology.dp} = {topology.world_size} processes, "
-        f"{config.compute.dtype}",
+        f"{config.compute.dtype}" + (f", {parallel.schedule}" if topology.pp > 1 else ""),
         *([f"whole     {kept}"] if kept else []),
         *([f"head      {_describe_head(spec.num_classes, topology.tp)}"] if is_head_cut else []),
         *(
-            f"stage {index:<3} {rank.first} .. {rank.last}: each rank holds {rank.num_params / 1e6:.2f} M parameters "
-            f"and at most {rank.micro_batches} micro-batches, {rank.activation_bytes / 2**20:.1f} MiB of activations"
-            for index, rank in enumerate(plan_ranks(stages, bounds, plan.grad_accum_steps))
+            f"stage {index:<3} {' and '.join(f'{first} .. {last}' for first, last in rank.chunks)}: each rank holds "
+            f"{rank.num_params / 1e6:.2f} M parameters and at most {' and '.join(map(str, rank.micro_batches))} "
+            f"micro-batches, {rank.activation_bytes / 2**20:.1f} MiB of activations"
+            for index, rank in enumerate(plan_ranks(stages, bounds, plan.grad_accum_steps, parallel.schedule))
         ),
         f"batch     {plan.global_batch_size} = {plan.micro_batch_size} samples x {plan.grad_accum_steps} micro-batches "
         f"x {plan.dp_size} replicas",

@@ -91,11 +91,12 @@ def _join(config: Config, env: RankEnv, weights: Path | None) -> Assembly:
     device = start_communication(timedelta(seconds=config.compute.timeout_s))
     _require_same(config_hash(config))
     run = assemble(config, topology, device, weights)
-    stages, place = run.engine.module.stages, run.groups.place
-    params = sum(p.numel() for p in run.engine.module.parameters())
+    pipe, place = run.engine.module, run.groups.place
+    held = " and ".join(f"{chunk[0].name} .. {chunk[-1].name}" for chunk in pipe.chunks)
+    params = sum(p.numel() for p in pipe.parameters())
     print(
         f"rank {env.rank} of {env.world_size} (pp={place.pp} dp={place.dp} tp={place.tp}) on {device}, "
-        f"process {os.getpid()} on {platform.node()}: {stages[0].name} .. {stages[-1].name}, {params} parameters",
+        f"process {os.getpid()} on {platform.node()}: {held}, {params} parameters",
         flush=True,
     )
     return run
