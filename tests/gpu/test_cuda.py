@@ -41,3 +41,23 @@ def test_losses_are_those_of_the_cpu(tmp_path, tp, pp, dp):
     grid = [f"parallel.tp={tp}", f"parallel.pp={pp}", f"parallel.dp={dp}"]
     cuda = losses(tmp_path, "cuda", *grid, "compute.device=cuda")
     assert cuda == pytest.approx(cpu, rel=1e-3)  # other kernels, and TF32 where it is on
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "words"),
+    [
+        (1, 1, ["compute.recompute=norm_act"]),
+        (1, 1, ["compute.recompute=block"]),
+        (2, 1, ["parallel.sequence=true"]),
+        (2, 1, ["parallel.sequence=true", "compute.recompute=norm_act"]),
+        (2, 2, ["parallel.sequence=true", "compute.recompute=block"]),
+        (1, 2, ["parallel.schedule=dualpipev"]),
+        (2, 1, ["recipe.sync=partial", "recipe.sync_fraction=1"]),
+    ],
+)
+def test_divided_and_recomputed_activations_change_nothing(tmp_path, tp, pp, words):
+    if torch.cuda.device_count() < tp * pp:
+        pytest.skip(f"needs {tp * pp} devices")
+    grid = [f"parallel.tp={tp}", f"parallel.pp={pp}", "compute.device=cuda"]
+    plain, other = losses(tmp_path, "plain", *grid), losses(tmp_path, "other", *grid, *words)
+    assert other == pytest.approx(plain, rel=1e-3)
