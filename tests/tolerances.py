@@ -24,3 +24,10 @@ the gradient's size, so a parameter whose gradient is rounding noise can take it
 
 BF16_SPREAD = 3.0
 """A bf16 run may lie this many times further from the mean than single-process runs with other micro-batches do."""
+
+PEAK_TENSORS = 0.02
+"""Estimated peak of a rank against the tensors that really lived: the same to 0.1 % where a rank holds a hundred MB; on
+smaller ones scalars, headers and a generator's state count too."""
+
+PEAK_PAGES = 0.1
+"""Estimated peak of a rank against the pages that the kernel counts: kernels' buffers, gloo's copies, whole pages."""

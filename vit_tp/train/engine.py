@@ -27,11 +27,11 @@ from vit_tp.models.dtypes import cast_buffers_, require_castable
 from vit_tp.models.stages import require_images
 from vit_tp.parallel.collectives import broadcast_from_first_
 from vit_tp.parallel.groups import limit_waiting
+from vit_tp.plan.held import BUCKET_ELEMENTS
 from vit_tp.recipe.optimizer import build_optimizer, param_groups
 from vit_tp.sharding.gradients import squared_norm, sum_, sum_partial_
 from vit_tp.train.pipeline import VitPipeline
 
-MAX_BUCKET_ELEMENTS = 50_000_000
 NEVER = 1_000_000_000
 _UNPARTITIONED = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
 
@@ -194,8 +194,8 @@ def complete(config: dict[str, Any], num_params: int) -> dict[str, Any]:
     if complaints:
         raise ConfigError(complaints)
     zero = config["zero_optimization"]
-    zero.setdefault("reduce_bucket_size", min(max(num_params, 1), MAX_BUCKET_ELEMENTS))  # allocated whole, every step
-    zero.setdefault("allgather_bucket_size", MAX_BUCKET_ELEMENTS)
+    zero.setdefault("reduce_bucket_size", min(max(num_params, 1), BUCKET_ELEMENTS))  # allocated whole, every step
+    zero.setdefault("allgather_bucket_size", BUCKET_ELEMENTS)
     config.setdefault("zero_allow_untested_optimizer", True)
     config.setdefault("steps_per_print", NEVER)
     return config
