@@ -33,3 +33,10 @@ LANES_FLOAT64 = 1e-12
 
 NORMS_FLOAT32 = 1e-6
 """Models whose norms timm computes in float32 whatever their type: a last bit of float64 may round either way."""
+
+PEAK_TENSORS = 0.02
+"""Estimated peak of a rank against the tensors that really lived: the same to 0.1 % where a rank holds a hundred MB; on
+smaller ones scalars, headers and a generator's state count too."""
+
+PEAK_PAGES = 0.1
+"""Estimated peak of a rank against the pages that the kernel counts: kernels' buffers, gloo's copies, whole pages."""

@@ -60,6 +60,7 @@ RANGES: dict[str, tuple[float, float | None, bool]] = {
     "parallel.cut_head_from": (1, None, True),
     "compute.micro_batch_size": (1, None, True),
     "compute.eval_micro_batch_size": (1, None, True),
+    "compute.memory_gb": (0, None, False),
     "compute.timeout_s": (1, None, True),
     "cluster.port": (1, 65535, True),
     "log.every_steps": (1, None, True),

@@ -137,6 +137,9 @@ class ComputeConfig:
     micro_batch_size: int | None = knob(None, "samples of one forward pass; null: global_batch_size / dp in 2*pp parts")
     eval_micro_batch_size: int | None = knob(None, "the same in evaluation; null: micro_batch_size")
     device: str = knob("auto", "auto (GPUs if any, unless DS_ACCELERATOR=cpu is in the environment) | cpu | cuda")
+    memory_gb: float | None = knob(
+        None, "memory that tensors of one rank may take, in GB of 10^9 bytes; null: what this machine has"
+    )
     timeout_s: int = knob(600, "seconds that a rank waits for a peer before the job ends")
 
 

@@ -1,7 +1,7 @@
 """What does each rank hold: how many parameters, and how many bytes of activations for its backward passes?
 
 Counted, not modelled: a stage's forward runs on meta and what autograd saves is added up. Does not know: devices, the
-memory of gradients and optimizers.
+memory of gradients and optimizers, what is alive for a moment only (peak.py).
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from vit_tp.config.schedules import SCHEDULES
 from vit_tp.models.build import input_shape
 from vit_tp.models.stages import BlockStage, build_stage, stage_names
 from vit_tp.parallel.groups import StandIn
 from vit_tp.parallel.regions import build_region
+from vit_tp.plan.live import FusedAttention
 from vit_tp.sharding.convert import CUT_HEAD_FROM
 from vit_tp.sharding.stages import cut_stage_
 
@@ -136,24 +134,5 @@ def _forward_and_saved(stage: nn.Module, x: Tensor) -> tuple[Tensor, set[torch.U
         saved.add(tensor.untyped_storage())
         return tensor
 
-    with saved_tensors_hooks(note, lambda tensor: tensor), _FusedAttention():
+    with saved_tensors_hooks(note, lambda tensor: tensor), FusedAttention():
         return stage(x), saved
-
-
-class _FusedAttention(TorchFunctionMode):
-    """Lets attention save what fused kernels save; on meta there is none, and it would save its N x N scores."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and kwargs.get("attn_mask") is None:
-            return _SaveAsFused.apply(*args[:3])
-        return func(*args, **kwargs)
-
-
-class _SaveAsFused(Function):
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.empty_like(q)  # (B, H, N, D)
-        log_sum = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-        ctx.save_for_backward(q, k, v, out, log_sum)
-        return out

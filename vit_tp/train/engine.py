@@ -23,12 +23,12 @@ from vit_tp.config import OptimizerConfig
 from vit_tp.errors import ConfigError
 from vit_tp.models.dtypes import cast_buffers_, require_castable
 from vit_tp.parallel.groups import limit_waiting
+from vit_tp.plan.held import BUCKET_ELEMENTS
 from vit_tp.recipe.optimizer import build_optimizer, param_groups
 from vit_tp.sharding.gradients import squared_norm
 from vit_tp.train.pipeline import VitPipeline
 from vit_tp.train.schedules import ENGINES, VitEngine
 
-MAX_BUCKET_ELEMENTS = 50_000_000
 NEVER = 1_000_000_000
 _UNPARTITIONED = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
 
@@ -170,8 +170,8 @@ def complete(config: dict[str, Any], num_params: int) -> dict[str, Any]:
     if complaints:
         raise ConfigError(complaints)
     zero = config["zero_optimization"]
-    zero.setdefault("reduce_bucket_size", min(max(num_params, 1), MAX_BUCKET_ELEMENTS))  # allocated whole, every step
-    zero.setdefault("allgather_bucket_size", MAX_BUCKET_ELEMENTS)
+    zero.setdefault("reduce_bucket_size", min(max(num_params, 1), BUCKET_ELEMENTS))  # allocated whole, every step
+    zero.setdefault("allgather_bucket_size", BUCKET_ELEMENTS)
     config.setdefault("zero_allow_untested_optimizer", True)
     config.setdefault("steps_per_print", NEVER)
     return config

@@ -5,6 +5,7 @@ All complaints at once. A check that needs the result of one that failed is left
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
 
 from vit_tp.checkpoint.pretrained import open_pretrained
-from vit_tp.config import BatchPlan, Config, DataConfig, batch_plan, eval_batch_plan, region_name
+from vit_tp.config import BatchPlan, Config, DataConfig, batch_plan, check, eval_batch_plan, region_name
 from vit_tp.config.schedules import SCHEDULES
 from vit_tp.config.types import show
 from vit_tp.data.order import steps_per_epoch
@@ -22,19 +23,20 @@ from vit_tp.errors import ConfigError, VitTpError
 from vit_tp.models.build import build_model, input_shape
 from vit_tp.models.costs import stage_bounds
 from vit_tp.models.dtypes import DTYPES, require_castable
-from vit_tp.models.stages import build_stage, num_blocks, stage_names
+from vit_tp.models.stages import build_stage, stage_names
 from vit_tp.parallel.groups import StandIn
 from vit_tp.parallel.regions import build_region
 from vit_tp.parallel.topology import Topology
-from vit_tp.plan.stages import StagePlan, plan_ranks, plan_stages
+from vit_tp.plan.limits import DeviceMemory
 from vit_tp.recipe.mixing import Mixer
 from vit_tp.recipe.optimizer import is_frozen
 from vit_tp.sharding.catalogue import require_cuttable
-from vit_tp.sharding.classifier import is_classifier_cut
-from vit_tp.sharding.indivisible import describe_kept, require_cut
+from vit_tp.sharding.indivisible import require_cut
 from vit_tp.sharding.matches import Match, plan_cut
 from vit_tp.sharding.plugins import load_plugins
 from vit_tp.sharding.stream import require_stream
+from vit_tp.train.describe import describe_run
+from vit_tp.train.fit import Memory, Need
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,13 @@ class _Complaints(list[str]):
         return True
 
 
-def preflight(config: Config, training: bool = True) -> Preflight:
+def preflight(config: Config, training: bool = True, memory: DeviceMemory | None = None) -> Preflight:
     """Check a run against its data and its model.
 
     Args:
         config: The run, past `check()`; parallel.dp null counts as 1.
         training: False to evaluate only, where any batch size will do.
+        memory: What ranks may take; None where nobody asked.
 
     Raises:
         ConfigError: With every complaint.
@@ -91,9 +94,7 @@ def preflight(config: Config, training: bool = True) -> Preflight:
         with complaints:
             steps_per_epoch(spec.num_train, plan.global_batch_size)
         with complaints:
-            Mixer(config.recipe.mixing, config.recipe.smoothing, spec.num_classes).check_micro_batch_size(
-                plan.micro_batch_size
-            )
+            _require_batches(config, plan, spec)
     if spec:
         with complaints:
             require_cuttable(config.model.timm)
@@ -104,35 +105,77 @@ def preflight(config: Config, training: bool = True) -> Preflight:
             start = open_pretrained(config.model, spec.num_classes, spec.in_chans).describe()
         with complaints:
             _require_pixels_as_pretrained(model, config.data)
+    has_sound_model, earlier = model is not None, len(complaints)
     if model is not None:
         with complaints:
             require_castable(model, DTYPES[config.compute.dtype])
         with complaints:
-            bounds = stage_bounds(
-                model,
-                topology.pp,
-                parallel.partition,
-                parallel.embed_weight,
-                parallel.head_weight,
-                parallel.schedule,
-            )
+            bounds = _bounds(model, config)
         with complaints:
-            matches = plan_cut(model, topology.tp, indivisible=parallel.indivisible)
-            if topology.tp > 1:
-                require_cut(model, matches, topology.tp)
-            region = build_region(region_name(config), StandIn(topology.tp), config.recipe.sync_fraction)
-            require_stream(model, matches, region, config.compute.recompute)
+            matches = _require_layout(model, config)
     if bounds and training:
         with complaints:
             _require_trainable(model, bounds, config)
     if bounds:
         with complaints:
             _require_logits(model, spec.num_classes)
+    need = None
+    if training and plan and has_sound_model and len(complaints) == earlier:
+        with complaints:
+            need = _require_memory(config, model, spec, memory)
     if complaints:
         raise ConfigError(complaints)
-    lines = _describe(config, topology, plan, spec, model, bounds, matches) if training else []
+    lines = describe_run(config, topology, plan, spec, model, bounds, matches, need) if training else []
     lines += [f"weights   {start}"] if start else []
     return Preflight(topology, plan, spec, bounds, lines)
+
+
+def _bounds(model: nn.Module, config: Config) -> list[int]:
+    parallel = config.parallel
+    return stage_bounds(
+        model,
+        parallel.pp,
+        parallel.partition,
+        parallel.embed_weight,
+        parallel.head_weight,
+        parallel.schedule,
+    )
+
+
+def _require_layout(model: nn.Module, config: Config) -> list[Match]:
+    parallel = config.parallel
+    matches = plan_cut(model, parallel.tp, indivisible=parallel.indivisible)
+    if parallel.tp > 1:
+        require_cut(model, matches, parallel.tp)
+    region = build_region(region_name(config), StandIn(parallel.tp), config.recipe.sync_fraction)
+    require_stream(model, matches, region, config.compute.recompute)
+    return matches
+
+
+def _require_batches(config: Config, plan: BatchPlan, spec: DataSpec) -> None:
+    mixer = Mixer(config.recipe.mixing, config.recipe.smoothing, spec.num_classes)
+    mixer.check_micro_batch_size(plan.micro_batch_size)
+
+
+def _require_memory(config: Config, model: nn.Module, spec: DataSpec, device: DeviceMemory | None) -> Need | None:
+    """Return what the run needs; None, for a person to see, where a forward or backward does not run on meta."""
+
+    def lay_out(changed: Config) -> tuple[BatchPlan, list[int]]:
+        check(changed)
+        plan, bounds = batch_plan(changed, changed.parallel.dp or 1), _bounds(model, changed)
+        _require_batches(changed, plan, spec)
+        _require_layout(model, changed)
+        _require_trainable(model, bounds, changed)
+        return plan, bounds
+
+    memory = Memory(model, config, device, lay_out)
+    try:
+        need = memory.need(config)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        warnings.warn(f"the memory of this run was not estimated: {type(error).__name__}: {error}", stacklevel=2)
+        return None
+    memory.require(need)
+    return need
 
 
 def _require_pixels_as_pretrained(model: nn.Module, data: DataConfig) -> None:
@@ -198,67 +241,3 @@ def _require_logits(model: nn.Module, num_classes: int) -> None:
             f"the model gives {tuple(x.shape)} for 2 images and {num_classes} classes; classification needs one row of "
             f"logits for each image. Use a model.kwargs.global_pool that pools, such as avg or token."
         )
-
-
-def _changed(config: Config) -> str:
-    """Return in what a model differs from timm's of that name."""
-    kwargs = [f"{name}={show(value)}" for name, value in config.model.kwargs.items() if value is not None]
-    return f" with {', '.join(kwargs)}" if kwargs else ""
-
-
-def _held(stages: list[StagePlan]) -> int:
-    """Return how many parameters of the whole model one tensor-parallel rank would hold."""
-    return sum(stage.num_params for stage in stages) + max(stage.num_table_params for stage in stages)
-
-
-def _describe_head(num_classes: int, tp: int) -> str:
-    return (
-        f"{num_classes} classes cut over tp={tp}: each rank holds {-(-num_classes // tp)}, and logits are not gathered"
-    )
-
-
-def _describe(
-    config: Config,
-    topology: Topology,
-    plan: BatchPlan,
-    spec: DataSpec,
-    model: nn.Module,
-    bounds: list[int],
-    matches: list[Match],
-) -> list[str]:
-    params = sum(p.numel() for p in model.parameters())
-    parallel, dtype = config.parallel, DTYPES[config.compute.dtype]
-    stages = plan_stages(
-        model,
-        plan.micro_batch_size,
-        topology.tp,
-        dtype,
-        parallel.cut_head_from,
-        parallel.indivisible,
-        region_name(config),
-        config.recipe.sync_fraction,
-        config.compute.recompute,
-    )
-    kept = describe_kept(matches, topology.tp, _held(stages), params)
-    is_head_cut = is_classifier_cut(matches, topology.tp, parallel.cut_head_from)
-    steps = steps_per_epoch(spec.num_train, plan.global_batch_size)
-    _, chans, height, width = input_shape(model, 1)
-    return [
-        f"model     {config.model.timm}{_changed(config)}: {params / 1e6:.2f} M parameters, "
-        f"{num_blocks(model)} blocks, input {chans} x {height} x {width}",
-        f"grid      tp={topology.tp} x pp={topology.pp} x dp={topology.dp} = {topology.world_size} processes, "
-        f"{config.compute.dtype}" + (f", {parallel.schedule}" if topology.pp > 1 else ""),
-        *([f"whole     {kept}"] if kept else []),
-        *([f"head      {_describe_head(spec.num_classes, topology.tp)}"] if is_head_cut else []),
-        *(
-            f"stage {index:<3} {' and '.join(f'{first} .. {last}' for first, last in rank.chunks)}: each rank holds "
-            f"{rank.num_params / 1e6:.2f} M parameters and at most {' and '.join(map(str, rank.micro_batches))} "
-            f"micro-batches, {rank.activation_bytes / 2**20:.1f} MiB of activations"
-            for index, rank in enumerate(plan_ranks(stages, bounds, plan.grad_accum_steps, parallel.schedule))
-        ),
-        f"batch     {plan.global_batch_size} = {plan.micro_batch_size} samples x {plan.grad_accum_steps} micro-batches "
-        f"x {plan.dp_size} replicas",
-        f"data      {config.data.source}: {spec.num_train} training and {spec.num_val} validation samples, "
-        f"{spec.num_classes} classes, {steps} steps an epoch "
-        f"({spec.num_train - steps * plan.global_batch_size} left over)",
-    ]

@@ -42,10 +42,12 @@ class Place:
     Args:
         slots: One name for each rank: its device, or any number on CPU.
         on_cpu: Whether there is no device.
+        max_ranks: Ranks that there are places for; None: any number.
     """
 
     slots: list[str]
     on_cpu: bool
+    max_ranks: int | None = None
 
 
 def place(config: Config) -> tuple[Config, Place]:
@@ -57,7 +59,14 @@ def place(config: Config) -> tuple[Config, Place]:
     gpus = _visible_gpus(config)
     world = commands.local_world(config, len(gpus))
     slots = gpus[:world] if gpus else [str(number) for number in range(world)]
-    return commands.with_replicas(config, world), Place(slots, on_cpu=not gpus)
+    return commands.with_replicas(config, world), Place(slots, on_cpu=not gpus, max_ranks=len(gpus) or None)
+
+
+def place_of_ranks(config: Config, env: RankEnv) -> Place:
+    """Return where the ranks of this host run that something else started."""
+    gpus = _visible_gpus(config)
+    num_ranks = env.local_world_size
+    return Place(gpus[:num_ranks] or [str(number) for number in range(num_ranks)], on_cpu=not gpus)
 
 
 def start(config: Config, arguments: Sequence[str], where: Place, result_file: Path, log_folder: Path) -> int:

@@ -11,8 +11,9 @@ from vit_tp.config import FIRST_HALF, SECOND_HALF, Config, RunFolder, check, run
 from vit_tp.errors import ConfigError
 from vit_tp.launch.commands import rank_arguments, with_replicas
 from vit_tp.launch.env import RankEnv
+from vit_tp.launch.memory import device_memory
 from vit_tp.launch.process import guard
-from vit_tp.verbs.job import Request, become_rank, is_started_by_us, place, require_devices, start
+from vit_tp.verbs.job import Request, become_rank, is_started_by_us, place, place_of_ranks, require_devices, start
 
 
 def launch(request: Request) -> int:
@@ -25,7 +26,7 @@ def launch(request: Request) -> int:
     check(config)  # again, with the replicas that there really are
     from vit_tp.train.preflight import preflight
 
-    lines = preflight(config).lines
+    lines = preflight(config, memory=device_memory(where.slots, where.on_cpu, where.max_ranks)).lines
     _claim(config)
     print("\n".join(lines))
     code = start(config, rank_arguments("train", folder.config), where, folder.result, folder.log)
@@ -48,7 +49,8 @@ def be_rank(request: Request, env: RankEnv) -> int:
         if env.rank == 0 and not is_started_by_us():
             from vit_tp.train.preflight import preflight
 
-            lines = preflight(config).lines
+            here = place_of_ranks(config, env)
+            lines = preflight(config, memory=device_memory(here.slots, here.on_cpu)).lines
             _claim(config, request.config_file)
             print("\n".join(lines), file=console_out)
         from vit_tp.train.rank import train_rank
