@@ -213,7 +213,7 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize("variant", [*OFTEN, *(pytest.param(v, marks=SLOW) for v in VARIANTS if v not in OFTEN)])
 def test_the_estimate_is_what_lives_in_a_real_step(variant):
-    """P90: three shapes, forward, backward, averaging and update, with the engine's own buffers."""
+    """Three shapes: forward, backward, averaging and update, with the engine's own buffers."""
     cases = [replace(case, **VARIANTS[variant]) for case in SHAPES.values()]
     found = run_world(seen_by_a_tracker, cases[0].world_size, cases)
     for index, case in enumerate(cases):
@@ -243,7 +243,7 @@ LARGE = {
     "name", [name if not index else pytest.param(name, marks=SLOW) for index, name in enumerate(LARGE)]
 )
 def test_the_estimate_is_what_the_kernel_counts(name):
-    """P91."""
+    """Pages of a process in a real world, of shapes large enough that tensors are most of them."""
     case = LARGE[name]
     found = run_world(measured_by_the_kernel, case.world_size, case, timeout_s=300)
     for stage, peak in enumerate(estimate(case, counts_untouched=False)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,9 @@ class Tensors:
         return self.num_trainable + self.frozen
 
 
+NOTHING = Tensors()
+
+
 @dataclass(frozen=True)
 class StageProfile:
     """Bytes of one micro-batch in one stage. Its input and its output count in none of the figures but their own.
@@ -134,30 +137,29 @@ class Profiler:
         x = torch.empty(input_shape(self.model, layout.micro_batch_size), device="meta")
         profiles = []
         for index, name in enumerate(stage_names(self.model)):
-            stage = copy.deepcopy(build_stage(self.model, name)).to(layout.dtype)
-            tables = stage.tables if isinstance(stage, BlockStage) else None
-            kind = recompute_of_block(layout.recompute, stage.index) if tables is not None else "none"
-            whole = _kind_of(stage)
+            whole = build_stage(self.model, name)
+            tables = whole.tables if isinstance(whole, BlockStage) else None
+            kind = recompute_of_block(layout.recompute, whole.index) if tables is not None else "none"
             x = x.detach().requires_grad_(x.requires_grad or (index > 0 and index in starts))
-            trains = tuple(not is_frozen(n, self.freeze) for part in (stage, tables) if part for n in _names(part))
-            key = (layout, kind, whole, trains, tuple(x.shape), x.dtype, x.requires_grad)
+            trains = tuple(not is_frozen(n, self.freeze) for part in (whole, tables) if part for n in _names(part))
+            key = (layout, kind, _kind_of(whole), trains, tuple(x.shape), x.dtype, x.requires_grad)
             if key not in self._seen:
-                for part in (stage, tables) if tables is not None else (stage,):
+                stage = copy.deepcopy(whole).to(layout.dtype)
+                parts = [stage, stage.tables] if isinstance(stage, BlockStage) else [stage]
+                for part in parts:
                     cut_stage_(part, region, layout.cut_head_from, False, layout.indivisible, layout.recompute)
                     for timm_name, param in part.named_timm_parameters():
                         param.requires_grad_(not is_frozen(timm_name, self.freeze))
-                self._seen[key] = self._run(stage, x, self._tensors(stage), self._tensors(tables))
+                self._seen[key] = self._run(stage, x, *map(self._tensors, parts))
             found, x = self._seen[key]
-            profiles.append(found if found.name == name else _renamed(found, name))
+            profiles.append(found if found.name == name else replace(found, name=name))
         key = (LOSS, tuple(x.shape), x.dtype, x.requires_grad)
         if key not in self._seen:
             loss = _Loss(self.loss_fn or _cross_entropy)
-            self._seen[key] = self._run(loss, x, Tensors(), Tensors())
+            self._seen[key] = self._run(loss, x, NOTHING)
         return [*profiles, self._seen[key][0]]
 
-    def _tensors(self, part: Stage | None) -> Tensors:
-        if part is None:
-            return Tensors()
+    def _tensors(self, part: Stage) -> Tensors:
         sizes: dict[bool, list[int]] = {True: [], False: []}
         frozen = 0
         for name, param in part.named_timm_parameters():
@@ -168,7 +170,9 @@ class Profiler:
         buffers = {id(b): b.numel() * b.element_size() for b in part.inner.buffers()}
         return Tensors(tuple(sizes[True]), tuple(sizes[False]), frozen, sum(buffers.values()))
 
-    def _run(self, stage: nn.Module, like: Tensor, own: Tensors, shared: Tensors) -> tuple[StageProfile, Tensor]:
+    def _run(
+        self, stage: nn.Module, like: Tensor, own: Tensors, shared: Tensors = NOTHING
+    ) -> tuple[StageProfile, Tensor]:
         """Return the profile of a stage that is cut already, and something like its output."""
         held = [stage, stage.tables] if isinstance(stage, BlockStage) else [stage]
         params = [p for part in held for p in part.parameters()]
@@ -263,10 +267,6 @@ def _cross_entropy(logits: Tensor) -> Tensor:
 
 def _names(part: Stage) -> Iterator[str]:
     return (name for name, _ in part.named_timm_parameters())
-
-
-def _renamed(profile: StageProfile, name: str) -> StageProfile:
-    return StageProfile(**{**vars(profile), "name": name})
 
 
 def _kind_of(stage: Stage) -> Hashable:
