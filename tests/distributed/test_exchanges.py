@@ -59,13 +59,14 @@ class Living(TorchDispatchMode):
 def build_block(kwargs: dict[str, Any], region: str, recompute: str, fraction: float = 1.0):
     """Return a cut block stage on this rank and its region, as a pipeline would make it."""
     from vit_tp.models.stages import build_stage
-    from vit_tp.parallel.regions import build_region
+    from vit_tp.sharding.cutting import Cutting
     from vit_tp.sharding.stages import cut_stage_
 
     torch.manual_seed(0)
     model = timm.create_model("vit_base_patch16_224", **kwargs)
-    exchange = build_region(region, dist.group.WORLD, fraction)
-    return cut_stage_(build_stage(model, "blocks.0"), exchange, recompute=recompute), exchange
+    cutting = Cutting(region, fraction, recompute)
+    exchange = cutting.build_region(dist.group.WORLD)
+    return cut_stage_(build_stage(model, "blocks.0"), exchange, cutting), exchange
 
 
 def kept_units(kwargs: dict[str, Any], region: str, recompute: str) -> float:

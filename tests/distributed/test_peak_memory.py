@@ -25,6 +25,7 @@ from vit_tp.models.dtypes import DTYPES
 from vit_tp.plan.held import optimizer_cost
 from vit_tp.plan.peak import RankPeak, plan_peaks
 from vit_tp.plan.profiles import Layout, Profiler
+from vit_tp.sharding.cutting import Cutting
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
@@ -57,7 +58,7 @@ class Case:
 def estimate(case: Case, counts_untouched: bool) -> list[RankPeak]:
     model, dtype = case.build(), DTYPES[case.dtype]
     bounds = stage_bounds(model, case.pp)
-    layout = Layout(case.micro_batch_size, case.tp, dtype, case.region, recompute=case.recompute)
+    layout = Layout(case.micro_batch_size, case.tp, dtype, Cutting(case.region, recompute=case.recompute))
     profiles = Profiler(model, case.freeze).profile(layout, bounds[:-1])
     cost = optimizer_cost(OptimizerConfig())
     return plan_peaks(profiles, bounds, case.grad_accum_steps, case.dp, dtype, cost, counts_untouched)

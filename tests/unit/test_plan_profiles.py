@@ -11,6 +11,7 @@ import torch
 from vit_tp.plan import profiles
 from vit_tp.plan.live import LiveBytes
 from vit_tp.plan.profiles import Layout, Profiler
+from vit_tp.sharding.cutting import Cutting
 
 TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 5, "num_heads": 4, "num_classes": 10}
 MODELS = {
@@ -29,7 +30,7 @@ def build(name: str) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(4), Layout(4, tp=2, recompute=2, indivisible="mlp_only")], ids=["whole", "cut"]
+    "layout", [Layout(4), Layout(4, tp=2, cutting=Cutting(recompute=2, indivisible="mlp_only"))], ids=["whole", "cut"]
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_that_are_run_once_are_alike(name, layout, monkeypatch):
@@ -44,7 +45,7 @@ def test_stages_that_are_run_once_are_alike(name, layout, monkeypatch):
 
 
 def test_blocks_that_are_recomputed_are_not_taken_for_others():
-    kept = [stage.saved for stage in Profiler(build("plain")).profile(Layout(4, recompute=2))[1:6]]
+    kept = [stage.saved for stage in Profiler(build("plain")).profile(Layout(4, cutting=Cutting(recompute=2)))[1:6]]
     assert kept[0] == kept[2] == kept[4] < 8 < kept[1] == kept[3]
 
 

@@ -14,6 +14,7 @@ from vit_tp.parallel.groups import StandIn
 from vit_tp.parallel.regions import ExactRegion
 from vit_tp.sharding.classifier import ColumnLinear, GatheredLinear, is_classifier_cut, require_classifier
 from vit_tp.sharding.convert import cut_
+from vit_tp.sharding.cutting import Cutting
 from vit_tp.sharding.edits import edit_
 from vit_tp.sharding.layers import RowLinear
 from vit_tp.sharding.matches import legal_tp_sizes, plan_cut
@@ -79,7 +80,7 @@ def test_rules_name_every_child_of_timms_models_once(name):
 def test_cut_parameters_and_no_others_carry_deepspeeds_flags(kwargs, tp_size):  # P28
     model = build(**kwargs)
     full = {name: p.shape for name, p in model.named_parameters()}
-    cut_(model, Alone(tp_size), cut_head_from=10_000)
+    cut_(model, Alone(tp_size), Cutting(cut_head_from=10_000))
     cut = ("attn.qkv.weight", "attn.qkv.bias", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc1.bias", "mlp.fc2.weight")
     partial = ("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias", "act.weight")
     assert dict(model.named_parameters()).keys() == full.keys()
@@ -116,7 +117,7 @@ def test_a_wide_classifier_is_cut_whatever_tp(num_classes, is_cut, held, gather_
     model = build(num_classes=num_classes)
     assert is_classifier_cut(plan_cut(model, 2), 2, 24) == is_cut
     assert not is_classifier_cut(plan_cut(model, 1), 1, 24)
-    cut_(model, Alone(2, tp_rank=1), cut_head_from=24, gather_logits=gather_logits)
+    cut_(model, Alone(2, tp_rank=1), Cutting(cut_head_from=24, gather_logits=gather_logits))
     assert (type(model.head) is (GatheredLinear if gather_logits else ColumnLinear)) == is_cut
     assert isinstance(placement_of(model.head.weight), Sharded) == is_cut
     assert model.head.out_features == len(model.head.weight) == len(model.head.bias) == held
@@ -292,14 +293,14 @@ def test_a_bare_layer_is_not_cut_by_guess(module):
 
 def test_mlp_only_keeps_heads_whole_and_cuts_the_rest():
     model = build()
-    matches = cut_(model, Alone(4), indivisible="mlp_only")
+    matches = cut_(model, Alone(4), Cutting(indivisible="mlp_only"))
     kept = [match for match in matches if match.kept_whole]
     assert [match.name for match in kept] == ["blocks.0.attn", "blocks.1.attn"]
     assert kept[0].kept_whole == (("num_heads", 6),)
     assert model.blocks[0].attn.qkv.weight.shape == (144, 48) and model.blocks[0].mlp.fc1.weight.shape == (48, 48)
     assert placement_of(model.blocks[0].attn.qkv.weight) == Replicated()
     with pytest.raises(ConfigError, match="indivisible='pad' is not known. it says .* Use one of refuse, mlp_only"):
-        cut_(build(), Alone(4), indivisible="pad")
+        cut_(build(), Alone(4), Cutting(indivisible="pad"))
 
 
 @pytest.mark.parametrize("build_empty", [lambda: nn.Sequential(), lambda: build(depth=0)], ids=["empty", "no blocks"])

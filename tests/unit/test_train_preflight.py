@@ -153,6 +153,7 @@ def test_the_plan_knows_a_cut_classifier():
     from vit_tp.models.build import build_model
     from vit_tp.models.dtypes import DTYPES
     from vit_tp.plan.stages import plan_stages
+    from vit_tp.sharding.cutting import Cutting
 
     config = digits_config(parallel__tp=4, parallel__cut_head_from=10)
     told = "head      10 classes cut over tp=4: each rank holds 3, and logits are not gathered"
@@ -161,7 +162,9 @@ def test_the_plan_knows_a_cut_classifier():
     assert not any(line.startswith("head") for line in preflight(config).lines)
 
     model = build_model(config.model, 10, 1)
-    whole, cut = (plan_stages(model, 8, 4, DTYPES["fp32"], cut_head_from=n)[-1] for n in (11, 10))
+    whole, cut = (
+        plan_stages(model, 8, 4, DTYPES["fp32"], Cutting(cut_head_from=n, gather_logits=False))[-1] for n in (11, 10)
+    )
     assert whole.num_params - cut.num_params == (10 - 3) * (32 + 1)
     assert cut.activation_bytes == whole.activation_bytes
 
@@ -189,3 +192,22 @@ def test_what_a_run_starts_from_is_checked_and_told_before_any_rank(tmp_path):
     assert "1 missing: blocks.2.attn.qkv.bias" in damaged and "parallel.tp=3" in heads
     config.parallel.tp = 1
     assert preflight(config, training=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (["parallel.sequence=true", "parallel.tp=4"], "sequence  5 tokens between blocks, 2 on each of 4 ranks"),
+        (["recipe.sync=partial", "parallel.tp=2"], "sync      0.5 of the channels are summed over tp=2: the weights"),
+        (["compute.recompute=2"], "recompute blocks 0, 2"),
+        (["compute.recompute=block"], "recompute all blocks"),
+        (["compute.recompute=norm_act"], "recompute outputs of norms and activations"),
+    ],
+)
+def test_the_plan_says_what_blocks_pass_on_and_make_again(changes, line):
+    """P19: the plan in force is printed."""
+    from vit_tp.compose import compose
+
+    config = compose(["model=vit_digits", "model.kwargs.class_token=true", "model.kwargs.global_pool=token", *changes])
+    assert any(found.startswith(line) for found in preflight(config).lines)
+    assert not any(found.split()[0] in ("sequence", "sync", "recompute") for found in preflight(compose([])).lines)

@@ -20,7 +20,6 @@ from vit_tp.config.convert import (
     fingerprint,
     from_dict,
     is_one_model,
-    region_name,
     run_folder,
     to_dict,
 )
@@ -73,7 +72,6 @@ __all__ = [
     "from_dict",
     "is_one_model",
     "list_knobs",
-    "region_name",
     "run_folder",
     "to_dict",
 ]

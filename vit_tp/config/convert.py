@@ -107,11 +107,6 @@ def is_one_model(config: Config) -> bool:
     return recipe.sync != "partial" or recipe.sync_fraction == 1 or config.parallel.tp == 1
 
 
-def region_name(config: Config) -> str:
-    """Return the region in which the cut modules lie, as `vit_tp.shard_` names it."""
-    return "sequence" if config.parallel.sequence else config.recipe.sync
-
-
 def config_hash(config: Config) -> str:
     """Hash everything: ranks that were started by hand compare it."""
     return _digest(_typed(config))

@@ -19,10 +19,9 @@ from torch.nn import functional as F
 from vit_tp.models.build import input_shape
 from vit_tp.models.stages import BlockStage, Stage, build_stage, stage_names
 from vit_tp.parallel.groups import StandIn
-from vit_tp.parallel.regions import build_region
 from vit_tp.plan.live import LiveBytes, fused
 from vit_tp.recipe.optimizer import is_frozen, no_decay_names
-from vit_tp.sharding.convert import CUT_HEAD_FROM
+from vit_tp.sharding.cutting import DEFAULT_CUTTING, Cutting
 from vit_tp.sharding.stages import cut_stage_, recompute_of_block
 
 LOSS = "loss"
@@ -36,17 +35,13 @@ class Layout:
         micro_batch_size: Samples of one forward pass, B.
         tp: Ranks that share each weight.
         dtype: Of weights and activations.
-        region: See `train.pipeline`, as `fraction`, `recompute`, `cut_head_from` and `indivisible`.
+        cutting: The choices about the cut.
     """
 
     micro_batch_size: int
     tp: int = 1
     dtype: torch.dtype = torch.float32
-    region: str = "exact"
-    fraction: float = 1.0
-    recompute: str | int = "none"
-    cut_head_from: int = CUT_HEAD_FROM
-    indivisible: str = "refuse"
+    cutting: Cutting = DEFAULT_CUTTING
 
 
 @dataclass(frozen=True)
@@ -133,13 +128,13 @@ class Profiler:
             layout: How they run.
             starts: Indices of the stages that take their input from another pipeline rank, which wants its gradient.
         """
-        region = build_region(layout.region, StandIn(layout.tp), layout.fraction)
+        region = layout.cutting.build_region(StandIn(layout.tp))
         x = torch.empty(input_shape(self.model, layout.micro_batch_size), device="meta")
         profiles = []
         for index, name in enumerate(stage_names(self.model)):
             whole = build_stage(self.model, name)
             tables = whole.tables if isinstance(whole, BlockStage) else None
-            kind = recompute_of_block(layout.recompute, whole.index) if tables is not None else "none"
+            kind = recompute_of_block(layout.cutting.recompute, whole.index) if tables is not None else "none"
             x = x.detach().requires_grad_(x.requires_grad or (index > 0 and index in starts))
             trains = tuple(not is_frozen(n, self.freeze) for part in (whole, tables) if part for n in _names(part))
             key = (layout, kind, _kind_of(whole), trains, tuple(x.shape), x.dtype, x.requires_grad)
@@ -147,7 +142,7 @@ class Profiler:
                 stage = copy.deepcopy(whole).to(layout.dtype)
                 parts = [stage, stage.tables] if isinstance(stage, BlockStage) else [stage]
                 for part in parts:
-                    cut_stage_(part, region, layout.cut_head_from, False, layout.indivisible, layout.recompute)
+                    cut_stage_(part, region, layout.cutting)
                     for timm_name, param in part.named_timm_parameters():
                         param.requires_grad_(not is_frozen(timm_name, self.freeze))
                 self._seen[key] = self._run(stage, x, *map(self._tensors, parts))

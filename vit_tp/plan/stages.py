@@ -18,9 +18,8 @@ from vit_tp.config.schedules import SCHEDULES
 from vit_tp.models.build import input_shape
 from vit_tp.models.stages import BlockStage, build_stage, stage_names
 from vit_tp.parallel.groups import StandIn
-from vit_tp.parallel.regions import build_region
 from vit_tp.plan.live import FusedAttention
-from vit_tp.sharding.convert import CUT_HEAD_FROM
+from vit_tp.sharding.cutting import DEFAULT_CUTTING, Cutting
 from vit_tp.sharding.stages import cut_stage_
 
 
@@ -46,11 +45,7 @@ def plan_stages(
     micro_batch_size: int,
     tp_size: int,
     dtype: torch.dtype,
-    cut_head_from: int = CUT_HEAD_FROM,
-    indivisible: str = "refuse",
-    region: str = "exact",
-    fraction: float = 1.0,
-    recompute: str | int = "none",
+    cutting: Cutting = DEFAULT_CUTTING,
 ) -> list[StagePlan]:
     """Return what one tensor-parallel rank would hold of each stage, in order.
 
@@ -59,19 +54,15 @@ def plan_stages(
         micro_batch_size: Samples of one forward pass, B.
         tp_size: Ranks that share each weight.
         dtype: Of weights and activations.
-        cut_head_from: Number of classes from which on the classifier is cut.
-        indivisible: See `sharding.convert.plan_cut`.
-        region: See `train.pipeline`, as `fraction` and `recompute`.
-        fraction: Share of the channels that is summed.
-        recompute: What backward makes again.
+        cutting: How it is cut.
     """
-    plans, exchange = [], build_region(region, StandIn(tp_size), fraction)
+    plans, exchange = [], cutting.build_region(StandIn(tp_size))
     x = torch.empty(input_shape(model, micro_batch_size), dtype=dtype, device="meta")
     for name in stage_names(model):
         stage = copy.deepcopy(build_stage(model, name)).to(dtype)
         tables = [stage.tables] if isinstance(stage, BlockStage) else []
         for part in (stage, *tables):
-            cut_stage_(part, exchange, cut_head_from, False, indivisible, recompute)  # `vit-tp train` gathers no logits
+            cut_stage_(part, exchange, cutting)
         weights = {p.untyped_storage() for p in stage.parameters()}
         x = x.detach().requires_grad_(bool(plans))
         kept = {x.untyped_storage()} if getattr(stage, "is_recomputed", False) else set()  # checkpoint holds it itself

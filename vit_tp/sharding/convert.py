@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from vit_tp.errors import ConfigError, ShardRuleError
-from vit_tp.parallel.regions import Region, build_region
+from vit_tp.parallel.regions import Region
 from vit_tp.parallel.rng import PrivateStream
-from vit_tp.sharding.classifier import cut_classifier_, require_classifier
+from vit_tp.sharding.classifier import cut_classifier_
 from vit_tp.sharding.contracts import keep_contracts_
+from vit_tp.sharding.cutting import CUT_HEAD_FROM, DEFAULT_CUTTING, Cutting
 from vit_tp.sharding.edits import edit_
 from vit_tp.sharding.indivisible import require_cut
 from vit_tp.sharding.layers import (
@@ -29,42 +30,28 @@ from vit_tp.sharding.norms import SPANNING
 from vit_tp.sharding.placement import Placement, Replicated, Sharded, mark
 from vit_tp.sharding.rule import Parts, ShardRule, divide_, find, own_tensors
 from vit_tp.sharding.saving import Saving
-from vit_tp.sharding.stream import build_savings_, join_ends_, require_stream
-
-CUT_HEAD_FROM = 4096
+from vit_tp.sharding.stream import build_savings_, join_ends_
 
 
-def cut_(
-    module: nn.Module,
-    region: Region,
-    *,
-    name: str = "",
-    cut_head_from: int = CUT_HEAD_FROM,
-    gather_logits: bool = True,
-    indivisible: str = "refuse",
-    recompute: str = "none",
-) -> list[Match]:
+def cut_(module: nn.Module, region: Region, cutting: Cutting = DEFAULT_CUTTING, *, name: str = "") -> list[Match]:
     """Cut a module and what its rule walks, in place, real or on meta.
 
     Args:
         module: A timm model, or the part of one that a pipeline stage holds. Its weights must be whole.
         region: Where partial sums are exchanged.
+        cutting: The other choices; "block" as recompute means that the caller checkpoints blocks whole.
         name: The module's name in the timm model.
-        cut_head_from: Number of classes from which on the classifier is cut too.
-        gather_logits: Whether a cut classifier gives whole logits, or this rank's columns.
-        indivisible: See `plan_cut`.
-        recompute: What blocks do not save: "none", "norm_act", or "block" where the caller checkpoints them whole.
 
     Returns:
         The modules found, with their rules.
 
     Raises:
-        ConfigError: If `indivisible` is unknown; nothing was changed.
+        ConfigError: If a choice is unknown; nothing was changed.
         ShardRuleError: If a module is not covered by its rule; nothing was changed.
         TopologyError: If tp does not divide it; nothing was changed.
     """
-    matches = plan_cut(module, region.tp_size, name, indivisible)
-    _cut_matches_(matches, region, cut_head_from, gather_logits, recompute)
+    matches = plan_cut(module, region.tp_size, name, cutting.indivisible)
+    _cut_matches_(matches, region, cutting)
     return matches
 
 
@@ -114,32 +101,28 @@ def shard_(
             'recompute="block" is for pipelines; in a loop of your own timm recomputes blocks. '
             "Call model.set_grad_checkpointing()."
         )
-    exchange = build_region(region, tp_group, fraction)
-    matches = plan_cut(model, exchange.tp_size, indivisible=indivisible)
-    require_cut(model, matches, exchange.tp_size)
-    if not gather_logits:
-        require_classifier(model, matches)
-        cut_head_from = 1
-    require_stream(model, matches, exchange, recompute)
-    _cut_matches_(matches, exchange, cut_head_from, gather_logits, recompute)
+    wide_from = cut_head_from if gather_logits else 1
+    cutting = Cutting(region, fraction, recompute, wide_from, gather_logits, indivisible)
+    exchange = cutting.build_region(tp_group)
+    matches = cutting.require(model, exchange.tp_size)
+    require_cut(model, matches, exchange.tp_size)  # over one rank too: who asks for a cut expects one
+    _cut_matches_(matches, exchange, cutting)
     join_ends_(matches, exchange)
     root = matches[0].rule
 
     def cut_classifiers_(model: nn.Module) -> None:
         for path in root.wide:
-            cut_classifier_(model, path, exchange, cut_head_from, gather_logits)
+            cut_classifier_(model, path, exchange, cutting.cut_head_from, gather_logits)
 
     keep_contracts_(model, exchange, cut_classifiers_)
     return model
 
 
-def _cut_matches_(
-    matches: list[Match], region: Region, cut_head_from: int, gather_logits: bool, recompute: str
-) -> None:
-    savings = build_savings_(matches, region, recompute)
+def _cut_matches_(matches: list[Match], region: Region, cutting: Cutting) -> None:
+    savings = build_savings_(matches, region, cutting.recompute)
     for match in matches:
         for path in match.rule.wide:
-            cut_classifier_(match.module, path, region, cut_head_from, gather_logits)
+            cut_classifier_(match.module, path, region, cutting.cut_head_from, cutting.gather_logits)
         around = region.outside if match.block is None else region
         _cut_match_(match, around, savings.get(match.block))
 

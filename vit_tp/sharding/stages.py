@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from vit_tp.models.stages import BlockStage, EmbedStage, HeadStage, Stage
 from vit_tp.parallel.regions import Region
-from vit_tp.sharding.convert import CUT_HEAD_FROM, cut_
+from vit_tp.sharding.convert import cut_
+from vit_tp.sharding.cutting import DEFAULT_CUTTING, Cutting
 from vit_tp.sharding.stream import finish_before_, start_after_
 
 
-def cut_stage_(
-    stage: Stage,
-    region: Region,
-    cut_head_from: int = CUT_HEAD_FROM,
-    gather_logits: bool = True,
-    indivisible: str = "refuse",
-    recompute: str | int = "none",
-) -> Stage:
+def cut_stage_(stage: Stage, region: Region, cutting: Cutting = DEFAULT_CUTTING) -> Stage:
     """Cut a stage in place and return it, real or on meta. Its tables are cut apart from it.
 
     Args:
         stage: A whole stage.
         region: Where partial sums are exchanged, the same for all stages of a rank.
-        cut_head_from: See `cut_`.
-        gather_logits: See `cut_`.
-        indivisible: See `plan_cut`.
-        recompute: "none", "norm_act", "block", or N to recompute every Nth block.
+        cutting: The other choices.
     """
-    kind = recompute_of_block(recompute, stage.index) if isinstance(stage, BlockStage) else "none"
-    cut_(
-        stage.inner,
-        region,
-        cut_head_from=cut_head_from,
-        gather_logits=gather_logits,
-        indivisible=indivisible,
-        recompute=kind,
-    )
+    kind = recompute_of_block(cutting.recompute, stage.index) if isinstance(stage, BlockStage) else "none"
+    cut_(stage.inner, region, replace(cutting, recompute=kind))
     if isinstance(stage, BlockStage):
         stage.is_recomputed = kind == "block"
     elif isinstance(stage, EmbedStage):

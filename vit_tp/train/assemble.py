@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from vit_tp.checkpoint.export import fill_from
 from vit_tp.checkpoint.pretrained import start_from
-from vit_tp.config import BatchPlan, Config, DataConfig, batch_plan, eval_batch_plan, region_name
+from vit_tp.config import BatchPlan, Config, DataConfig, batch_plan, eval_batch_plan
 from vit_tp.data.loader import Batch, train_batches
 from vit_tp.data.order import steps_per_epoch
 from vit_tp.data.sources import build_source, describe
@@ -30,7 +30,7 @@ from vit_tp.recipe.mixing import Mixer
 from vit_tp.recipe.optimizer import build_optimizer, is_frozen, param_groups
 from vit_tp.recipe.schedule import build_schedule
 from vit_tp.sharding.classifier import is_classifier_cut
-from vit_tp.sharding.matches import plan_cut
+from vit_tp.sharding.cutting import cutting_of
 from vit_tp.sharding.plugins import load_plugins
 from vit_tp.tasks.classification import Classification, build_task
 from vit_tp.train.engine import VitEngine, evaluator, initialize
@@ -130,8 +130,8 @@ def assemble(config: Config, topology: Topology, device: torch.device, weights: 
         param.requires_grad_(not is_frozen(name, config.recipe.freeze))
     timeout = timedelta(seconds=config.compute.timeout_s)
     groups = build_groups(topology, timeout)
-    matches = plan_cut(model, topology.tp, indivisible=config.parallel.indivisible)
-    is_cut = is_classifier_cut(matches, topology.tp, config.parallel.cut_head_from)
+    cutting = cutting_of(config)
+    is_cut = is_classifier_cut(cutting.require(model, topology.tp), topology.tp, cutting.cut_head_from)
     task = build_task(config, spec.num_classes, groups.tp_group if is_cut else None)
     drawn = FirstWeights(config.run.seed)
     if weights is None:
@@ -146,12 +146,7 @@ def assemble(config: Config, topology: Topology, device: torch.device, weights: 
         partition=config.parallel.partition,
         embed_weight=config.parallel.embed_weight,
         head_weight=config.parallel.head_weight,
-        cut_head_from=config.parallel.cut_head_from,
-        gather_logits=not is_cut,
-        indivisible=config.parallel.indivisible,
-        region=region_name(config),
-        fraction=config.recipe.sync_fraction,
-        recompute=config.compute.recompute,
+        **vars(replace(cutting, gather_logits=not is_cut)),
         seed=config.run.seed,
         fill=fill,
         groups=groups,

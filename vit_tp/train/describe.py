@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 from torch import nn
 
-from vit_tp.config import BatchPlan, Config, region_name
+from vit_tp.config import BatchPlan, Config, is_one_model
 from vit_tp.config.types import show
 from vit_tp.data.order import steps_per_epoch
 from vit_tp.data.spec import DataSpec
 from vit_tp.models.build import input_shape
 from vit_tp.models.dtypes import DTYPES
-from vit_tp.models.stages import num_blocks
+from vit_tp.models.stages import count_tokens, num_blocks
+from vit_tp.parallel.tokens import shard_length
 from vit_tp.parallel.topology import Topology
 from vit_tp.plan.limits import GB
 from vit_tp.plan.stages import StagePlan, plan_ranks, plan_stages
 from vit_tp.sharding.classifier import is_classifier_cut
+from vit_tp.sharding.cutting import cutting_of
 from vit_tp.sharding.indivisible import describe_kept
 from vit_tp.sharding.matches import Match
+from vit_tp.sharding.stages import recompute_of_block
 from vit_tp.train.fit import Need
 
 
@@ -29,6 +35,24 @@ def _changed(config: Config) -> str:
 def _held(stages: list[StagePlan]) -> int:
     """Return how many parameters of the whole model one tensor-parallel rank would hold."""
     return sum(stage.num_params for stage in stages) + max(stage.num_table_params for stage in stages)
+
+
+def _stream(model: nn.Module, config: Config) -> Iterator[str]:
+    """Yield what is not as usual between blocks and in their backward."""
+    tp, recompute = config.parallel.tp, config.compute.recompute
+    if config.parallel.sequence and tp > 1:
+        num_tokens = count_tokens(model)[True]
+        yield f"sequence  {num_tokens} tokens between blocks, {shard_length(num_tokens, tp)} on each of {tp} ranks"
+    if not is_one_model(config):
+        yield (
+            f"sync      {config.recipe.sync_fraction:g} of the channels are summed over tp={tp}: the weights will run "
+            f"on this tp alone and are not exported"
+        )
+    whole = [i for i in range(num_blocks(model)) if recompute_of_block(recompute, i) == "block"]
+    if recompute == "norm_act":
+        yield "recompute outputs of norms and activations"
+    elif whole:
+        yield f"recompute {'all blocks' if len(whole) == num_blocks(model) else 'blocks ' + ', '.join(map(str, whole))}"
 
 
 def _head(num_classes: int, tp: int) -> str:
@@ -58,17 +82,8 @@ def describe_run(
     """Return the plan of a training, one line for each thing."""
     params = sum(p.numel() for p in model.parameters())
     parallel, dtype = config.parallel, DTYPES[config.compute.dtype]
-    stages = plan_stages(
-        model,
-        plan.micro_batch_size,
-        topology.tp,
-        dtype,
-        parallel.cut_head_from,
-        parallel.indivisible,
-        region_name(config),
-        config.recipe.sync_fraction,
-        config.compute.recompute,
-    )
+    cutting = replace(cutting_of(config), gather_logits=False)
+    stages = plan_stages(model, plan.micro_batch_size, topology.tp, dtype, cutting)
     is_head_cut = is_classifier_cut(matches, topology.tp, parallel.cut_head_from)
     kept = describe_kept(matches, topology.tp, _held(stages), params)
     steps = steps_per_epoch(spec.num_train, plan.global_batch_size)
@@ -79,6 +94,7 @@ def describe_run(
         f"grid      tp={topology.tp} x pp={topology.pp} x dp={topology.dp} = {topology.world_size} processes, "
         f"{config.compute.dtype}" + (f", {parallel.schedule}" if topology.pp > 1 else ""),
         *([f"whole     {kept}"] if kept else []),
+        *_stream(model, config),
         *([f"head      {_head(spec.num_classes, topology.tp)}"] if is_head_cut else []),
         *(
             f"stage {index:<3} {' and '.join(f'{first} .. {last}' for first, last in rank.chunks)}: each rank holds "

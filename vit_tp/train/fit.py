@@ -9,12 +9,12 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-from vit_tp.config import BatchPlan, Config, batch_plan, region_name
+from vit_tp.config import BatchPlan, Config, batch_plan
 from vit_tp.config.types import show
 from vit_tp.errors import ConfigError, VitTpError
 from vit_tp.models.dtypes import DTYPES
@@ -22,6 +22,7 @@ from vit_tp.plan.held import optimizer_cost
 from vit_tp.plan.limits import GB, DeviceMemory, Limit
 from vit_tp.plan.peak import RankPeak, plan_peaks
 from vit_tp.plan.profiles import Layout, Profiler
+from vit_tp.sharding.cutting import cutting_of
 
 SEARCH_S = 3.0  # preflight answers in ten seconds, imports included
 GROWTHS = (2, 4, 8)
@@ -89,16 +90,8 @@ class Memory:
         plan, bounds = self.lay_out(config)
         parallel = config.parallel
         dtype = DTYPES[config.compute.dtype]
-        layout = Layout(
-            plan.micro_batch_size,
-            parallel.tp,
-            dtype,
-            region_name(config),
-            config.recipe.sync_fraction,
-            config.compute.recompute,
-            parallel.cut_head_from,
-            parallel.indivisible,
-        )
+        cutting = replace(cutting_of(config), gather_logits=False)
+        layout = Layout(plan.micro_batch_size, parallel.tp, dtype, cutting)
         profiles = self._profiler.profile(layout, bounds[:-1])
         limits, num_ranks = self._limits(config)
         needs = [

@@ -18,18 +18,14 @@ from vit_tp.models.costs import stage_bounds
 from vit_tp.models.heap import trim_heap
 from vit_tp.models.stages import TABLES, BlockStage, Stage, Tables, count_tokens, stage_names
 from vit_tp.models.weights import Fill, FirstWeights, materialise
-from vit_tp.parallel.groups import Groups, StandIn, build_groups
-from vit_tp.parallel.regions import Region, build_region
+from vit_tp.parallel.groups import Groups, build_groups
+from vit_tp.parallel.regions import Region
 from vit_tp.parallel.rng import Clock
 from vit_tp.parallel.topology import Topology
 from vit_tp.recipe.optimizer import no_decay_names
-from vit_tp.sharding.classifier import require_classifier
-from vit_tp.sharding.convert import CUT_HEAD_FROM
-from vit_tp.sharding.indivisible import require_cut
-from vit_tp.sharding.matches import plan_cut
+from vit_tp.sharding.cutting import CUT_HEAD_FROM, Cutting
 from vit_tp.sharding.placement import count_elsewhere
 from vit_tp.sharding.stages import cut_stage_
-from vit_tp.sharding.stream import require_stream
 from vit_tp.train.communication import start_communication
 
 
@@ -42,20 +38,14 @@ class StageBuilder:
         fill: Where the weights of a model on meta come from.
         region: Where partial sums are exchanged.
         clock: Shared by all stages.
-        cut_head_from: Number of classes from which on the classifier is cut over tp.
-        gather_logits: Whether it then gives whole logits, or this rank's columns.
-        indivisible: See `plan_cut`.
-        recompute: See `pipeline`.
+        cutting: The other choices about the cut.
     """
 
     model: nn.Module
     fill: Fill
     region: Region
     clock: Clock
-    cut_head_from: int
-    gather_logits: bool
-    indivisible: str
-    recompute: str | int
+    cutting: Cutting
 
     @cached_property
     def tables(self) -> Tables:
@@ -67,7 +57,7 @@ class StageBuilder:
         return self._cut(materialise(self.model, name, self.fill, self.clock, tables))
 
     def _cut(self, stage: Stage) -> Stage:
-        cut_stage_(stage, self.region, self.cut_head_from, self.gather_logits, self.indivisible, self.recompute)
+        cut_stage_(stage, self.region, self.cutting)
         trim_heap()
         return stage
 
@@ -276,18 +266,13 @@ def pipeline(
         TopologyError: If the world or the heads do not fit the grid.
     """
     bounds = stage_bounds(model, topology.pp, partition, embed_weight, head_weight, schedule)
-    matches = plan_cut(model, topology.tp, indivisible=indivisible)
-    if topology.tp > 1:
-        require_cut(model, matches, topology.tp)
-    if not gather_logits:
-        require_classifier(model, matches)
-        cut_head_from = 1
-    require_stream(model, matches, build_region(region, StandIn(topology.tp), fraction), recompute)
+    wide_from = cut_head_from if gather_logits else 1
+    cutting = Cutting(region, fraction, recompute, wide_from, gather_logits, indivisible)
+    cutting.require(model, topology.tp)
     start_communication()
     groups = groups or build_groups(topology)
-    exchange, clock = build_region(region, groups.tp_group, fraction), Clock(seed=seed)
-    fill = fill or FirstWeights(seed)
-    builder = StageBuilder(model, fill, exchange, clock, cut_head_from, gather_logits, indivisible, recompute)
+    exchange, clock = cutting.build_region(groups.tp_group), Clock(seed=seed)
+    builder = StageBuilder(model, fill or FirstWeights(seed), exchange, clock, cutting)
     num_tokens = count_tokens(model) if exchange.divides_tokens else {}
     specs = [StageSpec(builder, name) for name in stage_names(model)]
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology

@@ -13,7 +13,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import nn
 
 from vit_tp.checkpoint.pretrained import open_pretrained
-from vit_tp.config import BatchPlan, Config, DataConfig, batch_plan, check, eval_batch_plan, region_name
+from vit_tp.config import BatchPlan, Config, DataConfig, batch_plan, check, eval_batch_plan
 from vit_tp.config.schedules import SCHEDULES
 from vit_tp.config.types import show
 from vit_tp.data.order import steps_per_epoch
@@ -24,17 +24,13 @@ from vit_tp.models.build import build_model, input_shape
 from vit_tp.models.costs import stage_bounds
 from vit_tp.models.dtypes import DTYPES, require_castable
 from vit_tp.models.stages import build_stage, stage_names
-from vit_tp.parallel.groups import StandIn
-from vit_tp.parallel.regions import build_region
 from vit_tp.parallel.topology import Topology
 from vit_tp.plan.limits import DeviceMemory
 from vit_tp.recipe.mixing import Mixer
 from vit_tp.recipe.optimizer import is_frozen
 from vit_tp.sharding.catalogue import require_cuttable
-from vit_tp.sharding.indivisible import require_cut
-from vit_tp.sharding.matches import Match, plan_cut
+from vit_tp.sharding.cutting import cutting_of
 from vit_tp.sharding.plugins import load_plugins
-from vit_tp.sharding.stream import require_stream
 from vit_tp.train.describe import describe_run
 from vit_tp.train.fit import Memory, Need
 
@@ -112,7 +108,7 @@ def preflight(config: Config, training: bool = True, memory: DeviceMemory | None
         with complaints:
             bounds = _bounds(model, config)
         with complaints:
-            matches = _require_layout(model, config)
+            matches = cutting_of(config).require(model, topology.tp)
     if bounds and training:
         with complaints:
             _require_trainable(model, bounds, config)
@@ -142,16 +138,6 @@ def _bounds(model: nn.Module, config: Config) -> list[int]:
     )
 
 
-def _require_layout(model: nn.Module, config: Config) -> list[Match]:
-    parallel = config.parallel
-    matches = plan_cut(model, parallel.tp, indivisible=parallel.indivisible)
-    if parallel.tp > 1:
-        require_cut(model, matches, parallel.tp)
-    region = build_region(region_name(config), StandIn(parallel.tp), config.recipe.sync_fraction)
-    require_stream(model, matches, region, config.compute.recompute)
-    return matches
-
-
 def _require_batches(config: Config, plan: BatchPlan, spec: DataSpec) -> None:
     mixer = Mixer(config.recipe.mixing, config.recipe.smoothing, spec.num_classes)
     mixer.check_micro_batch_size(plan.micro_batch_size)
@@ -164,7 +150,7 @@ def _require_memory(config: Config, model: nn.Module, spec: DataSpec, device: De
         check(changed)
         plan, bounds = batch_plan(changed, changed.parallel.dp or 1), _bounds(model, changed)
         _require_batches(changed, plan, spec)
-        _require_layout(model, changed)
+        cutting_of(changed).require(model, changed.parallel.tp)
         _require_trainable(model, bounds, changed)
         return plan, bounds
 
