@@ -30,11 +30,13 @@ def _held(stages: list[StagePlan]) -> int:
     return sum(stage.num_params for stage in stages) + max(stage.num_table_params for stage in stages)
 
 
-def _peak(need: Need | None, index: int) -> str:
-    return f"; peak {need.peaks[index].peak_bytes / GB:.3g} GB" if need else ""
+def _peak(need: Need | str, index: int) -> str:
+    return f"; peak {need.peaks[index].peak_bytes / GB:.3g} GB" if isinstance(need, Need) else ""
 
 
-def _memory(need: Need) -> str:
+def _memory(need: Need | str) -> str:
+    if isinstance(need, str):
+        return need
     room = "" if need.limit is None else f" of {need.room / GB:.3g} GB: {need.limit.describe(need.num_ranks)}"
     return f"tensors of a rank take at most {need.peak_bytes / GB:.3g} GB{room}"
 
@@ -47,9 +49,9 @@ def describe_run(
     model: nn.Module,
     bounds: list[int],
     matches: list[Match],
-    need: Need | None,
+    need: Need | str,
 ) -> list[str]:
-    """Return the plan of a training, one line for each thing."""
+    """Return the plan of a training, one line for each thing; `need` may say why it is not known."""
     params = sum(p.numel() for p in model.parameters())
     parallel, dtype = config.parallel, DTYPES[config.compute.dtype]
     stages = plan_stages(
@@ -78,7 +80,7 @@ def describe_run(
             f"{_peak(need, index)}"
             for index, rank in enumerate(plan_ranks(stages, bounds, plan.grad_accum_steps))
         ),
-        *([f"memory    {_memory(need)}"] if need else []),
+        f"memory    {_memory(need)}",
         f"batch     {plan.global_batch_size} = {plan.micro_batch_size} samples x {plan.grad_accum_steps} micro-batches "
         f"x {plan.dp_size} replicas",
         f"data      {config.data.source}: {spec.num_train} training and {spec.num_val} validation samples, "
