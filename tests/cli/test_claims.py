@@ -15,7 +15,7 @@ JOB = """
 import sys, types
 from pathlib import Path
 
-def wait_for_the_other(config, training=True):
+def wait_for_the_other(config, training=True, memory=None):
     print("saw a free folder", flush=True)
     sys.stdin.readline()
     return types.SimpleNamespace(lines=[])

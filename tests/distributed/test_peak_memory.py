@@ -99,7 +99,7 @@ def trainer(case: Case) -> Callable[[], None]:
 
 
 def measured_by_the_kernel(case: Case) -> int:
-    """Train three steps on this rank; return by how many bytes its pages grew at most in the third.
+    """Train two steps on this rank; return by how many bytes its pages grew at most in the second.
 
     glibc is told to map each tensor by itself and to give it back as it is freed. Left alone it would raise the size
     from which it does so with each tensor that is freed, and keep what is smaller: pages of nobody. A small model is
@@ -112,8 +112,7 @@ def measured_by_the_kernel(case: Case) -> int:
     del warm
     before = _resident(libc)
     train = trainer(case)
-    train()  # the optimizer makes its state
-    train()
+    train()  # the optimizer makes its state, the engine its buffers
     _resident(libc)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     train()
@@ -163,13 +162,12 @@ class Seen(TorchDispatchMode):
 
 
 def seen_by_a_tracker(cases: list[Case]) -> list[int]:
-    """Train three steps of each case on this rank; return the most bytes of tensors alive in the third."""
+    """Train two steps of each case on this rank; return the most bytes of tensors alive in the second."""
     peaks = []
     for case in cases:
         before = Seen().note_all()
         train = trainer(case)
-        train()
-        train()
+        train()  # the optimizer makes its state, the engine its buffers
         seen = Seen()
         seen.note_all()
         with seen:

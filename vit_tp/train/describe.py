@@ -60,11 +60,13 @@ def _head(num_classes: int, tp: int) -> str:
     return f"{num_classes} classes cut over tp={tp}: each rank holds {held}, and logits are not gathered"
 
 
-def _peak(need: Need | None, index: int) -> str:
-    return f"; peak {need.peaks[index].peak_bytes / GB:.3g} GB" if need else ""
+def _peak(need: Need | str, index: int) -> str:
+    return f"; peak {need.peaks[index].peak_bytes / GB:.3g} GB" if isinstance(need, Need) else ""
 
 
-def _memory(need: Need) -> str:
+def _memory(need: Need | str) -> str:
+    if isinstance(need, str):
+        return need
     room = "" if need.limit is None else f" of {need.room / GB:.3g} GB: {need.limit.describe(need.num_ranks)}"
     return f"tensors of a rank take at most {need.peak_bytes / GB:.3g} GB{room}"
 
@@ -77,9 +79,9 @@ def describe_run(
     model: nn.Module,
     bounds: list[int],
     matches: list[Match],
-    need: Need | None,
+    need: Need | str,
 ) -> list[str]:
-    """Return the plan of a training, one line for each thing."""
+    """Return the plan of a training, one line for each thing; `need` may say why it is not known."""
     params = sum(p.numel() for p in model.parameters())
     parallel, dtype = config.parallel, DTYPES[config.compute.dtype]
     cutting = replace(cutting_of(config), gather_logits=False)
@@ -102,7 +104,7 @@ def describe_run(
             f"micro-batches, {rank.activation_bytes / 2**20:.1f} MiB of activations{_peak(need, index)}"
             for index, rank in enumerate(plan_ranks(stages, bounds, plan.grad_accum_steps, parallel.schedule))
         ),
-        *([f"memory    {_memory(need)}"] if need else []),
+        f"memory    {_memory(need)}",
         f"batch     {plan.global_batch_size} = {plan.micro_batch_size} samples x {plan.grad_accum_steps} micro-batches "
         f"x {plan.dp_size} replicas",
         f"data      {config.data.source}: {spec.num_train} training and {spec.num_val} validation samples, "

@@ -5,7 +5,6 @@ All complaints at once. A check that needs the result of one that failed is left
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -115,7 +114,7 @@ def preflight(config: Config, training: bool = True, memory: DeviceMemory | None
     if bounds:
         with complaints:
             _require_logits(model, spec.num_classes)
-    need = None
+    need = ""
     if training and plan and has_sound_model and len(complaints) == earlier:
         with complaints:
             need = _require_memory(config, model, spec, memory)
@@ -143,8 +142,8 @@ def _require_batches(config: Config, plan: BatchPlan, spec: DataSpec) -> None:
     mixer.check_micro_batch_size(plan.micro_batch_size)
 
 
-def _require_memory(config: Config, model: nn.Module, spec: DataSpec, device: DeviceMemory | None) -> Need | None:
-    """Return what the run needs; None, for a person to see, where a forward or backward does not run on meta."""
+def _require_memory(config: Config, model: nn.Module, spec: DataSpec, device: DeviceMemory | None) -> Need | str:
+    """Return what the run needs, or why nobody knows: models of others need not run backward on meta."""
 
     def lay_out(changed: Config) -> tuple[BatchPlan, list[int]]:
         check(changed)
@@ -157,9 +156,10 @@ def _require_memory(config: Config, model: nn.Module, spec: DataSpec, device: De
     memory = Memory(model, config, device, lay_out)
     try:
         need = memory.need(config)
-    except (RuntimeError, NotImplementedError, TypeError) as error:
-        warnings.warn(f"the memory of this run was not estimated: {type(error).__name__}: {error}", stacklevel=2)
-        return None
+    except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, VitTpError):
+            raise
+        return f"not estimated: backward does not run on meta ({type(error).__name__}: {error})".partition("\n")[0]
     memory.require(need)
     return need
 
