@@ -33,10 +33,12 @@ class _Remake:
     Args:
         make: From what is kept to the tensor.
         dtype: Of the tensor.
+        version: How often it had been changed in place; changed once more, it is not what would be made.
     """
 
     make: Callable[[Tensor], Tensor]
     dtype: torch.dtype
+    version: int
     num_saved: int = 0
     num_left: int = 0
     made: Tensor | None = None
@@ -100,11 +102,10 @@ class Saving:
         if self._scopes and torch.is_grad_enabled():
             self._scopes[-1].note(made, make, source.detach())
 
-    def can_repeat(self, module: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
+    def can_repeat(self, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
         """Forward hook of a module whose output follows from its input alone."""
-        (x,) = args
-        if x.untyped_storage()._cdata != out.untyped_storage()._cdata:  # it worked in place
-            self.can_make(out, module.forward, x)
+        if len(args) == 1 and args[0].untyped_storage()._cdata != out.untyped_storage()._cdata:  # not in place
+            self.can_make(out, module.forward, args[0])
 
 
 class _Scope:
@@ -119,13 +120,13 @@ class _Scope:
 
     def note(self, made: Tensor, make: Callable[[Tensor], Tensor], source: Tensor) -> None:
         memory = made.untyped_storage()
-        self._remakes[memory._cdata] = _Remake(make, made.dtype), source
+        self._remakes[memory._cdata] = _Remake(make, made.dtype, made._version), source
         weakref.finalize(memory, self._remakes.pop, memory._cdata, None)  # its name may be used again
 
     def _pack(self, tensor: Tensor) -> Any:
         memory = tensor.untyped_storage()
         remake, source = self._remakes.get(memory._cdata, (None, None))
-        if remake is None or tensor.dtype != remake.dtype:
+        if remake is None or (tensor.dtype, tensor._version) != (remake.dtype, remake.version):
             return self._pack_outside(tensor)
         remake.num_saved += 1
         return _Packed(remake, self._pack(source), (tensor.shape, tensor.stride(), tensor.storage_offset()))
