@@ -3,8 +3,8 @@
     python benchmarks/activation_memory.py --img-size 1024
 
 Each case is a gloo world of its own on this machine: fp32, ViT-S/16, one image a micro-batch, through
-`vit_tp.pipeline` and the engine. The peak is the kernel's (VmHWM) from before the first step on, less what the rank
-held then: activations, gradients and their workspace, not weights and imports.
+`vit_tp.pipeline` and the engine. The peak is the kernel's (VmHWM) over the steps behind the first, less what the rank
+held before them: activations, gradients and their workspace, not weights and imports.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="vit_small_patch16_224", help="a timm model name")
     parser.add_argument("--img-size", type=int, default=1024, help="height and width in pixels")
-    parser.add_argument("--steps", type=int, default=2, help="steps, of which the last is timed")
+    parser.add_argument("--steps", type=int, default=2, help="steps, at least 2: the first is not measured")
     options = parser.parse_args()
+    if options.steps < 2:
+        parser.error(f"--steps {options.steps} leaves no step to measure behind the first; use 2 or more")
     tokens = (options.img_size // 16) ** 2 + 1
     print(f"{options.model}, {options.img_size} x {options.img_size} ({tokens:,} tokens), one image, fp32\n")
     print("| cut | peak of a rank beyond its weights | against tp=1 | seconds a step |")

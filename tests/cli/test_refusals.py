@@ -123,6 +123,17 @@ def test_an_evaluation_changes_only_how_it_is_run(tmp_path):
     assert [line.split()[0] for line in ended.stderr.splitlines()] == ["recipe.epochs=3", "model=vit_base"]
 
 
+@pytest.mark.parametrize(("trained", "asked"), [(2, 1), (1, 2), (2, 4)])
+def test_partial_sums_are_evaluated_on_their_own_tp(trained, asked, tmp_path):
+    (tmp_path / "config.yaml").write_text(f"recipe: {{sync: partial}}\nparallel: {{tp: {trained}}}\n")
+    weights = tmp_path / ("partial" if trained > 1 else "export")
+    weights.mkdir()
+    (weights / "model.safetensors").touch()
+    ended = run("eval", f"run={tmp_path}", f"parallel.tp={asked}")
+    assert ended.returncode == 2
+    assert f"would be another model. Use parallel.tp={trained}." in ended.stderr
+
+
 def test_half_a_rank_is_refused(tmp_path):
     ended = run("train", cwd=tmp_path, env={"WORLD_SIZE": "2", "PATH": "/usr/bin:/bin"})
     assert ended.returncode == 2 and "WORLD_SIZE=2 says that this process is a rank, but RANK" in ended.stderr

@@ -10,6 +10,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from timm.models.vision_transformer import ResPostBlock
 from torch import Tensor, nn
 
 
@@ -26,14 +27,19 @@ def forward(model: nn.Module, x: Tensor, num_lanes: int, fraction: float) -> Ten
     x = model.norm_pre(model.patch_drop(model._pos_embed(x)))
     lanes = [x] * num_lanes
     for block in model.blocks:
-        for norm, branch, scale, drop in (
-            (block.norm1, _attention(block.attn, num_lanes), block.ls1, block.drop_path1),
-            (block.norm2, _mlp(block.mlp, num_lanes), block.ls2, block.drop_path2),
+        is_post_norm = isinstance(block, ResPostBlock)
+        ones = nn.Identity(), nn.Identity()
+        scales = ones if is_post_norm else (block.ls1, block.ls2)
+        before, after = (ones, (block.norm1, block.norm2))[:: 1 if is_post_norm else -1]
+        for index, (branch, bias, drop) in enumerate(
+            (
+                (_attention(block.attn, num_lanes), block.attn.proj.bias, block.drop_path1),
+                (_mlp(block.mlp, num_lanes), block.mlp.fc2.bias, block.drop_path2),
+            )
         ):
-            products = [branch(norm(lane), index) for index, lane in enumerate(lanes)]
+            products = [branch(before[index](lane), number) for number, lane in enumerate(lanes)]
             synced = _sync(products, math.floor(fraction * x.shape[-1] + 1e-9))
-            bias = block.attn.proj.bias if norm is block.norm1 else block.mlp.fc2.bias
-            outputs = [scale(product + bias) for product in synced]
+            outputs = [scales[index](after[index](product + bias)) for product in synced]
             keep = _keep(drop, x)
             lanes = [lane + output * keep for lane, output in zip(lanes, outputs)]
     x = sum(lanes) / num_lanes

@@ -95,7 +95,9 @@ KEPT = [
     (FUSED, "sequence", "none", lambda t: 30 / t),  # what is joined before its one projection is kept once more
     (FUSED, "sequence", "norm_act", lambda t: 28 / t),
     (PARALLEL, "sequence", "block", lambda t: 2 / t),
+    (FUSED, "sequence", "block", lambda t: 2 / t),
     (BASE, "partial", "none", lambda t: 8 + 24 / t),
+    (BASE, "partial", "block", lambda t: 2),
     (BASE, "partial", "norm_act", lambda t: 4 + 16 / t),
 ]  # fmt: skip
 
@@ -176,6 +178,7 @@ EXCHANGES = [
     (BASE, "partial", "none", 0.5, [("all_reduce", 0.5)] * 2, [("all_reduce", 0.5)] * 2),
     (BASE, "partial", "none", 0.25, [("all_reduce", 0.25)] * 2, [("all_reduce", 0.25)] * 2),
     (BASE, "partial", "block", 0.25, [("all_reduce", 0.25)] * 2, [("all_reduce", 0.25)] * 3),
+    (SCALED, "partial", "block", 0.25, [("all_reduce", 0.25)] * 2, [("all_reduce", 0.25)] * 4),
     (BASE, "partial", "none", 0.0, [], []),
     (PARALLEL, "partial", "none", 0.5, [("all_reduce", 0.5)], [("all_reduce", 0.5)]),
 ]
@@ -212,7 +215,7 @@ def whole_model(region: str, fraction: float) -> tuple[list, list]:
     [
         ("exact", 1.0, ([], [])),
         ("sequence", 1.0, ([G], [G])),  # united before the head; the embedding's gradient gathered
-        ("partial", 0.25, ([("all_reduce", 0.75)], [R])),  # the mean of private channels; the embedding's gradient
+        ("partial", 0.25, ([R], [R])),  # the mean of the streams; the embedding's gradient
     ],
 )
 def test_the_ends_of_the_stream_exchange_once(region: str, fraction: float, ends: tuple[list, list]):

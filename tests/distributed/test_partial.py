@@ -10,18 +10,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from timm.models.vision_transformer import ResPostBlock
 
 from tests.distributed import lanes
-from tests.distributed.models import RICH, randomise_, small_vit
+from tests.distributed.models import RICH, SMALL, randomise_, small_vit
 from tests.distributed.parity import error
 from tests.distributed.stagewise import gradients
-from tests.tolerances import LANES_FLOAT64
+from tests.distributed.test_regions import FAMILIES
+from tests.distributed.tiny import image_size, tiny
+from tests.tolerances import FAMILY_FLOAT64, LANES_FLOAT64, NORMS_FLOAT32
 from tests.worlds import run_world
 
 FRACTIONS = [1.0, 0.75, 0.5, 0.25, 0.0]
 MODELS: dict[str, dict[str, Any]] = {
     "biases, LayerScale, qk-norm": RICH,
     "drop path": {**RICH, "drop_path_rate": 0.4},
+    "post-norm": {**SMALL, "block_fn": ResPostBlock},
 }
 X = (4, 3, 32, 32)
 
@@ -102,10 +106,36 @@ def test_partial_sums_with_pipeline_stages(fraction: float, recompute: str):
 
 def test_lanes_are_stock_timm_where_all_channels_are_summed():
     """The oracle's own proof."""
-    for num_lanes in (1, 2, 4):
-        model = build("biases, LayerScale, qk-norm").eval()
+    for num_lanes, name in itertools.product((1, 2, 4), MODELS):
+        model = build(name).eval()
         x = torch.randn(X)
         assert error(lanes.forward(model, x, num_lanes, 1.0), model(x)) < LANES_FLOAT64
     assert error(lanes.forward(model, x, 1, 0.3), model(x)) < LANES_FLOAT64, "one lane is no lane"
     assert error(lanes.forward(model, x, 2, 0.5), model(x)) > 1e-2, "else the fraction would mean nothing"
     torch.set_default_dtype(torch.float32)
+
+
+def logits_of_families() -> dict[str, torch.Tensor]:
+    """This rank's logits of half-summed models of many families, and its gradients of whole parameters."""
+    import vit_tp
+    from vit_tp.sharding.placement import Replicated, placement_of
+
+    torch.set_default_dtype(torch.float64)
+    found = {}
+    for name in [*FAMILIES, "vit_base_patch16_224", "naflexvit_base_patch16_gap"]:
+        model = randomise_(tiny(name).double()).eval()
+        vit_tp.shard_(model, dist.group.WORLD, "partial", fraction=0.5)
+        logits = model(torch.randn(2, 3, *image_size(name), generator=torch.Generator().manual_seed(1)))
+        logits.square().sum().backward()
+        vit_tp.finish_gradients_(model)
+        whole = [p.grad for p in model.parameters() if p.grad is not None and isinstance(placement_of(p), Replicated)]
+        found[name] = torch.cat([logits.detach().flatten(), *(grad.flatten() for grad in whole)])
+    return found
+
+
+def test_ranks_agree_on_logits_and_on_the_gradients_of_whole_parameters():
+    """Whatever a block does behind its sums: a norm there mixes summed channels with private ones."""
+    first, second = run_world(logits_of_families, 2, timeout_s=240)
+    for name in first:
+        limit = NORMS_FLOAT32 if name.startswith("deepseek") else FAMILY_FLOAT64
+        assert error(second[name], first[name]) <= limit, name

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.distributed.models import randomise_
+from vit_tp.checkpoint.export import MARK
 from vit_tp.checkpoint.pretrained import open_pretrained, start_from
 from vit_tp.config import ModelConfig
 from vit_tp.errors import CheckpointError
@@ -264,3 +265,12 @@ def test_a_timm_that_loads_otherwise_is_noticed(checkpoint, monkeypatch):
         vision_transformer, "build_model_with_cfg", lambda cls, name, pretrained, **kw: original(cls, name, False, **kw)
     )
     assert "asked 0 times for the weights" in refused(wish(checkpoint))
+
+
+def test_weights_of_partial_sums_are_no_start(tmp_path):
+    """They have timm's names and shapes, and are another model on any other tp."""
+    file = tmp_path / "model.safetensors"
+    marked = {MARK: "trained with recipe.sync=partial on parallel.tp=2"}
+    save_file({"head.bias": torch.zeros(2)}, file, metadata=marked)
+    with pytest.raises(CheckpointError, match="trained with recipe.sync=partial on parallel.tp=2, where each rank"):
+        open_pretrained(ModelConfig(timm="vit_tiny_patch16_224", pretrained=str(file)), 2, 3)

@@ -373,6 +373,20 @@ def test_check_does_not_change_the_config():
     assert replace(config) == config
 
 
+@pytest.mark.parametrize(("rate", "tp", "is_learnt"), [(0.1, 2, True), (0.1, 1, False), (0.0, 2, False)])
+def test_divided_tokens_join_where_each_rank_draws_for_its_own(rate, tp, is_learnt):
+    whole, divided = (
+        config_with(
+            model__kwargs={"proj_drop_rate": rate},
+            compute__micro_batch_size=8,
+            parallel__tp=tp,
+            parallel__sequence=is_divided,
+        )
+        for is_divided in (False, True)
+    )
+    assert (fingerprint(whole) != fingerprint(divided)) == is_learnt
+
+
 @pytest.mark.parametrize(("fraction", "is_learnt"), [(0.5, True), (0.0, True), (1.0, False)])
 def test_tensor_parallel_ranks_join_where_channels_are_not_all_summed(fraction, is_learnt):
     """A run goes on, and is evaluated, on its own tp only."""

@@ -119,3 +119,45 @@ def test_hooks_outside_see_what_is_kept():
         again = gradients(lean, offloaded)
     lean.zero_grad()
     assert all(map(torch.equal, again[:1], gradients(lean, offloaded)[:1]))
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_what_is_made_again_under_autocast_is_what_was_there(is_fast):
+    """timm's fast norms run in the half type under autocast; backward runs without."""
+    from timm.layers import LayerNorm, set_fast_norm
+
+    set_fast_norm(is_fast)
+    try:
+        torch.manual_seed(0)
+        plain = Block(nn.GELU())
+        plain.norm = LayerNorm(8)
+        lean = copy.deepcopy(plain)
+        save_less_(lean, Saving(), outputs=True)
+        found = []
+        for block in (plain, lean):
+            x = torch.arange(32.0).view(4, 8).requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16):
+                out = block(x).square().sum()
+            out.backward()
+            found.append([x.grad, *(p.grad for p in block.parameters())])
+        assert all(map(torch.equal, *found))
+    finally:
+        set_fast_norm(False)
+
+
+@pytest.mark.parametrize("act", [nn.GELU(), nn.ReLU(), nn.Tanh()], ids=lambda act: type(act).__name__)
+def test_no_activation_costs_more(act):
+    sizes = []
+    for block in build(act):
+        kept: dict[int, int] = {}
+
+        def note(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            out = block(torch.randn(64, 8, dtype=torch.float64).requires_grad_())
+        sizes.append(sum(kept.values()))
+        del out
+    plain, lean = sizes
+    assert lean < plain, "the norm's output at least"

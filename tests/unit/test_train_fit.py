@@ -69,7 +69,7 @@ def test_a_run_that_fits_is_told_its_peak():
     (memory,) = (line for line in lines if line.startswith("memory"))
     peak = re.search(r"; peak (\S+) GB", stage)[1]
     assert 9 < float(peak) < 9.5
-    assert memory == f"memory    tensors of a rank take at most {peak} GB of 12 GB: compute.memory_gb: 12 GB"
+    assert memory == f"memory    tensors of a rank take at most {peak} GB of 12 GB (compute.memory_gb: 12 GB)"
 
 
 def test_places_and_hosts_bound_the_advice():

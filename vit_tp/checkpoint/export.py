@@ -29,6 +29,7 @@ from vit_tp.sharding.state import full_tensor
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MARK = "vit_tp.not_for_stock_timm"  # in the files' metadata: why
 MAX_SINGLE_FILE_BYTES = 2 * 1024**3
 
 
@@ -38,6 +39,7 @@ def save_weights(
     all_stages: list[str],
     groups: Groups,
     weights_of: Callable[[nn.Parameter], Tensor],
+    mark: str | None = None,
 ) -> None:
     """Write the whole model's weights. Collective over the world.
 
@@ -47,6 +49,7 @@ def save_weights(
         all_stages: Names of all stages of the model, in order.
         groups: This rank's peers.
         weights_of: This rank's slice of a parameter as it should be saved; collective over dp.
+        mark: Why they are no weights for stock timm, where they are not; `open_pretrained` then refuses them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     names = [TABLES, *all_stages]
@@ -56,10 +59,10 @@ def save_weights(
             name: _whole(tensor, weights_of, groups).cpu().contiguous() for name, tensor in stage.named_timm_tensors()
         }
         if is_writer and whole:
-            _save(whole, folder / _part(names, stage.name))
+            _save(whole, folder / _part(names, stage.name), mark)
     dist.barrier()
     if groups.rank == 0:
-        _finish(folder, [path for name in names if (path := folder / _part(names, name)).exists()])
+        _finish(folder, [path for name in names if (path := folder / _part(names, name)).exists()], mark)
     dist.barrier()
 
 
@@ -97,6 +100,20 @@ def fill_from(folder: Path, drawn: FirstWeights) -> Fill:
     return fill
 
 
+def mark_of(file: Path) -> str | None:
+    """Return why weights are none for stock timm; None where they are, or the file is none of ours.
+
+    Args:
+        file: A .safetensors file, or the index of several.
+    """
+    if file.name.endswith(".index.json"):
+        file = file.with_name(next(iter(json.loads(file.read_text())["weight_map"].values())))
+    if file.suffix != ".safetensors":
+        return None
+    with safe_open(file, framework="pt") as tensors:
+        return (tensors.metadata() or {}).get(MARK)
+
+
 def _read(file: Path, name: str, param: Tensor) -> Tensor:
     try:
         with safe_open(file, framework="pt") as tensors:
@@ -113,8 +130,8 @@ def _read(file: Path, name: str, param: Tensor) -> Tensor:
     return saved
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file(tensors, path, metadata={"format": "pt"})
+def _save(tensors: dict[str, Tensor], path: Path, mark: str | None) -> None:
+    save_file(tensors, path, metadata={"format": "pt", **({MARK: mark} if mark else {})})
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)  # safetensors would keep it from everybody else
@@ -124,13 +141,13 @@ def _part(all_stages: list[str], name: str) -> str:
     return f"model-{all_stages.index(name) + 1:05d}-of-{len(all_stages):05d}.safetensors"
 
 
-def _finish(folder: Path, parts: list[Path]) -> None:
+def _finish(folder: Path, parts: list[Path], mark: str | None) -> None:
     if sum(part.stat().st_size for part in parts) <= MAX_SINGLE_FILE_BYTES:
         whole: dict[str, Tensor] = {}
         for part in parts:
             whole |= load_file(part)
         with replacing(folder / WEIGHTS) as unfinished:
-            _save(whole, unfinished)
+            _save(whole, unfinished, mark)
         for part in parts:
             part.unlink()
         return

@@ -27,6 +27,7 @@ from timm.models import _builder
 from torch import Tensor, nn
 from torch.utils.serialization import config as serialization
 
+from vit_tp.checkpoint.export import mark_of
 from vit_tp.checkpoint.fitting import Fitted, fit
 from vit_tp.config import ModelConfig
 from vit_tp.errors import CheckpointError, ConfigError, VitTpError
@@ -104,6 +105,7 @@ def open_pretrained(model: ModelConfig, num_classes: int, in_chans: int) -> Fitt
     try:
         if model.pretrained is not True:
             cfg |= _location(Path(source).expanduser())
+            _require_one_model(Path(source).expanduser())
         weights = _let_timm_load(call, cfg, file)
     except VitTpError:
         raise
@@ -119,6 +121,15 @@ def open_pretrained(model: ModelConfig, num_classes: int, in_chans: int) -> Fitt
         classifiers=(classifiers,) if isinstance(classifiers, str) else tuple(classifiers),
         is_strict=call.arguments["strict"],
     )
+
+
+def _require_one_model(file: Path) -> None:
+    mark = mark_of(file)
+    if mark is not None:
+        raise CheckpointError(
+            f"{file} was {mark}, where each rank keeps channels of its own; on any other tp, and in stock timm, its "
+            f"weights are another model. Use the export of a run with recipe.sync=exact."
+        )
 
 
 def _recorded_call(model: ModelConfig, num_classes: int, in_chans: int) -> LoadCall:

@@ -71,7 +71,8 @@ def fingerprint(config: Config, dp_size: int | None = None) -> str:
     Where samples of one micro-batch see one another, or random numbers are drawn per micro-batch (mixing, drop path,
     dropout), the micro-batch is part of what is learnt and joins. So does parallel.tp where masks are drawn inside
     attention or MLP, by each tensor-parallel rank for its heads and columns, and where not all channels are summed
-    (recipe.sync=partial). data.root is left out: the same data may lie elsewhere.
+    (recipe.sync=partial); and parallel.sequence, where dropout between blocks then draws for each token of a rank.
+    data.root is left out: the same data may lie elsewhere.
 
     Args:
         config: The whole configuration.
@@ -89,6 +90,8 @@ def fingerprint(config: Config, dp_size: int | None = None) -> str:
     if is_micro_batch_learnt(config):
         learnt["micro_batch_size"] = batch_plan(config, dp_size or config.parallel.dp or 1).micro_batch_size
     draws_apart = any(config.model.kwargs.get(rate) for rate in ("attn_drop_rate", "proj_drop_rate"))
+    if config.model.kwargs.get("proj_drop_rate") and config.parallel.tp > 1:
+        learnt["sequence"] = config.parallel.sequence
     if draws_apart or not is_one_model(config):
         learnt["tp"] = config.parallel.tp
     return _digest(learnt)

@@ -16,8 +16,15 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from vit_tp.errors import ConfigError
-from vit_tp.parallel.collectives import all_reduce, all_reduce_, copy_to_group, reduce_from_group
-from vit_tp.parallel.tokens import divide_tokens, gather_from_tokens, gather_tokens, sum_to_tokens, unite_tokens
+from vit_tp.parallel.collectives import all_reduce, copy_to_group, reduce_from_group
+from vit_tp.parallel.tokens import (
+    divide_tokens,
+    gather_from_tokens,
+    gather_tokens,
+    shard_length,
+    sum_to_tokens,
+    unite_tokens,
+)
 
 
 class Region:
@@ -30,11 +37,11 @@ class Region:
         has_ends: Whether `start` and `finish` do anything, so that blocks must form one list with known ends.
         grad_sum: Whether parameters that are whole on every rank but used on the stream get partial gradients.
         divides_tokens: Whether each rank has tokens of its own on the stream: dropout there draws per rank.
-        knob: How it is asked for, for messages.
+        knob: How it is asked for, and how it is not, for messages.
         is_one_model: Whether the slices of all ranks, merged, are a model that gives the same on any number of ranks.
     """
 
-    knob: ClassVar[str] = ""
+    knob: ClassVar[tuple[str, str]] = ("", "")
     has_ends: ClassVar[bool] = False
     grad_sum: ClassVar[bool] = False
     divides_tokens: ClassVar[bool] = False
@@ -63,6 +70,9 @@ class Region:
 
     def resume(self, num_tokens: int) -> None:
         """Go on with a stream of N tokens that another pipeline stage started."""
+
+    def require(self, num_tokens: int) -> None:
+        """Raise if a stream of another length was started meanwhile."""
 
     def enter(self, x: Tensor) -> Tensor:
         """From the stream to what every rank's slice of the weights works on, (B, N, C)."""
@@ -102,7 +112,7 @@ class SequenceRegion(Region):
     Source: arXiv 2205.05198, section 4.2.2; there N must be a multiple of tp.
     """
 
-    knob = "parallel.sequence=true"
+    knob = ("parallel.sequence=true", "parallel.sequence=false")
     has_ends = True
     grad_sum = True
     divides_tokens = True
@@ -123,8 +133,25 @@ class SequenceRegion(Region):
     def resume(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
 
+    def require(self, num_tokens: int) -> None:
+        if self.num_tokens != num_tokens:
+            raise ConfigError(
+                f"images make {self.num_tokens} tokens and the stages were laid out for {num_tokens}; later stages "
+                f"would gather another number than there are. Use images of the model's size."
+            )
+
     def enter(self, x: Tensor) -> Tensor:
-        """(B, ceil(N/tp), C) -> (B, N, C)."""
+        """(B, ceil(N/tp), C) -> (B, N, C).
+
+        Raises:
+            ConfigError: If the stream that goes on here is not the one that started last.
+        """
+        if x.shape[1] != shard_length(self.num_tokens, self.tp_size):
+            raise ConfigError(
+                f"a block was given {x.shape[1]} tokens on each of {self.tp_size} ranks, and the stream that started "
+                f"last has {self.num_tokens}; another number would be gathered than there are. Go backward through one "
+                f"image size before the next goes forward, and through pipelines send one size."
+            )
         return gather_from_tokens(x, self.num_tokens, self.tp_group)
 
     def leave(self, x: Tensor) -> Tensor:
@@ -149,7 +176,7 @@ class PartialRegion(Region):
     Source: CAAT-Net, arXiv 2506.19645; the mean at the end is ours, there the head is cut too.
     """
 
-    knob = "recipe.sync=partial"
+    knob = ("recipe.sync=partial", "recipe.sync=exact")
     has_ends = True
     grad_sum = True
 
@@ -164,11 +191,11 @@ class PartialRegion(Region):
 
     def start(self, x: Tensor) -> Tensor:
         """The same tensor; its gradient is the sum over the streams, once in the whole model."""
-        return copy_to_group(x, self.tp_group)
+        return _Start.apply(x, self.tp_group)
 
     def finish(self, x: Tensor) -> Tensor:
         """(B, N, C) of each rank -> their mean."""
-        return _Mean.apply(x, self.num_shared(x.shape[-1]), self.tp_group)
+        return _Mean.apply(x, self.tp_group, self.is_one_model)
 
     def enter(self, x: Tensor) -> Tensor:
         """The same tensor, and the same gradient: streams meet in `leave` and `start` only."""
@@ -204,15 +231,23 @@ def _sum_wide(grad: Tensor, group: ProcessGroup) -> Tensor:
     return all_reduce(wide, group).to(grad.dtype)
 
 
+class _Start(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _sum_wide(grad, ctx.group), None
+
+
 class _Mean(Function):
     @staticmethod
-    def forward(ctx, x: Tensor, num_shared: int, group: ProcessGroup) -> Tensor:
+    def forward(ctx, x: Tensor, group: ProcessGroup, are_equal: bool) -> Tensor:
+        # Of all channels: a norm behind a sum, as in post-norm blocks, makes summed ones differ between ranks.
         ctx.tp_size = group.size()
-        shared, private = x.split((num_shared, x.shape[-1] - num_shared), dim=-1)  # the first are equal already
-        if not private.shape[-1]:
-            return x.view_as(x)
-        mean = all_reduce_(private.contiguous().clone(), group) / ctx.tp_size
-        return torch.cat((shared, mean), dim=-1)
+        return x.view_as(x) if are_equal else all_reduce(x, group) / ctx.tp_size
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:

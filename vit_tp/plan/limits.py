@@ -36,7 +36,7 @@ class Limit:
 
     def describe(self, num_ranks: int) -> str:
         """Return how the room comes about."""
-        text = f"{self.name} {self.num_bytes / GB:.4g} GB"
+        text = f"{self.name}: {self.num_bytes / GB:.4g} GB"
         text += f" over {num_ranks} ranks" if self.is_shared and num_ranks > 1 else ""
         return text + (f", less {self.taken / GB:.3g} GB for libraries" if self.taken else "")
 

@@ -23,6 +23,12 @@ from vit_tp.sharding.placement import Placement, Replicated, mark, placement_of
 REMAKING = ("reset_classifier", "set_input_size")
 """Methods of timm models that put new parameters in place of old ones."""
 
+WHOLE_STREAM = {
+    "forward_intermediates": "return a part of them",
+    "prune_intermediate_layers": "take away the block behind which they are put together",
+}
+"""What needs whole tokens behind each block -> what it would do without."""
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -49,15 +55,19 @@ def keep_contracts_(model: nn.Module, region: Region, cut_classifiers_: Callable
     for name in REMAKING:
         if hasattr(type(model), name):
             setattr(model, name, types.MethodType(_settling(type(model), name), model))
-    if region.has_ends and hasattr(type(model), "forward_intermediates"):
-        model.forward_intermediates = _refuse_intermediates
+    for name, why in WHOLE_STREAM.items():
+        if region.has_ends and hasattr(type(model), name):
+            setattr(model, name, _refusing(name, why))
 
 
-def _refuse_intermediates(*args: Any, **kwargs: Any) -> None:
-    raise ShardRuleError(
-        "between its blocks this model passes on tokens that are divided or kept apart over tensor-parallel ranks, so "
-        'forward_intermediates would return a part of them. Cut a copy with region="exact" to ask for features.'
-    )
+def _refusing(name: str, why: str) -> Callable[..., None]:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ShardRuleError(
+            f"between its blocks this model passes on tokens that are divided or kept apart over tensor-parallel "
+            f"ranks, so {name} would {why}. Cut a model with region='exact' for it."
+        )
+
+    return refuse
 
 
 def _settling(kind: type[nn.Module], name: str) -> Callable[..., Any]:

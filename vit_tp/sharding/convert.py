@@ -101,8 +101,7 @@ def shard_(
             'recompute="block" is for pipelines; in a loop of your own timm recomputes blocks. '
             "Call model.set_grad_checkpointing()."
         )
-    wide_from = cut_head_from if gather_logits else 1
-    cutting = Cutting(region, fraction, recompute, wide_from, gather_logits, indivisible)
+    cutting = Cutting(region, fraction, recompute, cut_head_from, gather_logits, indivisible)
     exchange = cutting.build_region(tp_group)
     matches = cutting.require(model, exchange.tp_size)
     require_cut(model, matches, exchange.tp_size)  # over one rank too: who asks for a cut expects one
@@ -112,7 +111,7 @@ def shard_(
 
     def cut_classifiers_(model: nn.Module) -> None:
         for path in root.wide:
-            cut_classifier_(model, path, exchange, cutting.cut_head_from, gather_logits)
+            cut_classifier_(model, path, exchange, cutting.wide_from, gather_logits)
 
     keep_contracts_(model, exchange, cut_classifiers_)
     return model
@@ -122,7 +121,7 @@ def _cut_matches_(matches: list[Match], region: Region, cutting: Cutting) -> Non
     savings = build_savings_(matches, region, cutting.recompute)
     for match in matches:
         for path in match.rule.wide:
-            cut_classifier_(match.module, path, region, cutting.cut_head_from, cutting.gather_logits)
+            cut_classifier_(match.module, path, region, cutting.wide_from, cutting.gather_logits)
         around = region.outside if match.block is None else region
         _cut_match_(match, around, savings.get(match.block))
 

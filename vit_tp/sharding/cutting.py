@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from vit_tp.config import Config
+from vit_tp.config import Config, ParallelConfig
+from vit_tp.errors import ShardRuleError
+from vit_tp.models.stages import WHOLE, stage_names
 from vit_tp.parallel.groups import StandIn
 from vit_tp.parallel.regions import Region, build_region
-from vit_tp.sharding.classifier import require_classifier
+from vit_tp.sharding.classifier import is_classifier_cut, require_classifier
 from vit_tp.sharding.indivisible import require_cut
 from vit_tp.sharding.matches import Match, plan_cut
 from vit_tp.sharding.stream import require_stream
 
-CUT_HEAD_FROM = 4096
+CUT_HEAD_FROM = ParallelConfig().cut_head_from
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,26 @@ class Cutting:
         if not self.gather_logits:
             require_classifier(model, matches)
         require_stream(model, matches, self.build_region(StandIn(tp_size)), self.recompute)
+        if self.recompute not in ("none", "norm_act", 0) and stage_names(model) == [WHOLE]:
+            raise ShardRuleError(
+                f"{type(model).__name__} runs whole, not block by block, so there are no blocks to recompute one by "
+                f"one. Use compute.recompute=none."
+            )
         return matches
+
+    def with_columns(self, matches: Sequence[Match], tp_size: int) -> Cutting:
+        """Return the same for a loss that takes columns of whatever classifier is cut.
+
+        Args:
+            matches: From `require`.
+            tp_size: Ranks that share each weight.
+        """
+        return replace(self, gather_logits=not is_classifier_cut(matches, tp_size, self.cut_head_from))
+
+    @property
+    def wide_from(self) -> int:
+        """Number of classes from which on the classifier is really cut; one that gives columns always is."""
+        return self.cut_head_from if self.gather_logits else 1
 
 
 DEFAULT_CUTTING = Cutting()

@@ -65,6 +65,8 @@ class DrawApart:
     def before(self, module: nn.Dropout, args: tuple[Tensor, ...]) -> None:
         if module.training and module.p > 0:
             self.stream.enter(args[0].device)
+        else:
+            self.stream.forget()
 
     def after(self, module: nn.Dropout, args: tuple[Tensor, ...], out: Tensor) -> None:
         self.stream.leave(args[0].device)

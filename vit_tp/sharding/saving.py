@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +22,10 @@ from timm.layers.activations import GELU, GELUTanh, QuickGELU
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-# Their output follows from their input alone, by the same kernel to the same bits.
+# Their output follows from their input alone, by the same kernel to the same bits. ReLU, Sigmoid and Tanh are left out:
+# their backward reads the output, which is kept before it could be said to be made again.
 NORMS = (LayerNorm, LayerNormFp32, RmsNorm, RmsNormFp32, nn.LayerNorm, nn.RMSNorm)
-ACTIVATIONS = (GELU, GELUTanh, QuickGELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh, nn.ReLU)
+ACTIVATIONS = (GELU, GELUTanh, QuickGELU, nn.GELU, nn.SiLU, nn.Mish)
 
 
 @dataclass
@@ -34,11 +36,13 @@ class _Remake:
         make: From what is kept to the tensor.
         dtype: Of the tensor.
         version: How often it had been changed in place; changed once more, it is not what would be made.
+        autocast: The casting that was in force.
     """
 
     make: Callable[[Tensor], Tensor]
     dtype: torch.dtype
     version: int
+    autocast: AbstractContextManager[Any]
     num_saved: int = 0
     num_left: int = 0
     made: Tensor | None = None
@@ -46,7 +50,7 @@ class _Remake:
     def again(self, source: Callable[[], Tensor]) -> Tensor:
         """Return the tensor; it is held until every operation that saved it has had it once."""
         if self.made is None:
-            with torch.no_grad():
+            with torch.no_grad(), self.autocast:
                 self.made = self.make(source())
             self.num_left = self.num_saved
         made = self.made
@@ -120,7 +124,7 @@ class _Scope:
 
     def note(self, made: Tensor, make: Callable[[Tensor], Tensor], source: Tensor) -> None:
         memory = made.untyped_storage()
-        self._remakes[memory._cdata] = _Remake(make, made.dtype, made._version), source
+        self._remakes[memory._cdata] = _Remake(make, made.dtype, made._version, _autocast_now(made)), source
         weakref.finalize(memory, self._remakes.pop, memory._cdata, None)  # its name may be used again
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -135,6 +139,14 @@ class _Scope:
         if not isinstance(packed, _Packed):
             return self._unpack_outside(packed)
         return packed.remake.again(lambda: self._unpack(packed.source)).as_strided(*packed.place)
+
+
+def _autocast_now(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context with the casting that is in force now; backward runs without."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext()
+    return torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
 
 
 def _same(value: Any) -> Any:

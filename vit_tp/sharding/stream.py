@@ -38,20 +38,21 @@ def require_stream(model: nn.Module, matches: Sequence[Match], region: Region, r
         raise ConfigError(
             f"recompute={recompute!r} is not known. Use {', '.join(RECOMPUTE)}, or N for every Nth block."
         )
-    if not region.has_ends and recompute in ("none", 0):
+    if not region.has_ends and recompute != "norm_act":
         return
-    asked = region.knob if region.has_ends else f"compute.recompute={recompute}"
+    asked, instead = ("compute.recompute=norm_act", "compute.recompute=block or none")
+    if region.has_ends:
+        asked, instead = region.knob[0], f"{region.knob[1]}, in a loop of your own region='exact'"
     if not blocks_of(matches):
         raise ShardRuleError(
             f"the blocks of {type(model).__name__} do not pass on one stream of (B, N, C) tokens, each block a map of "
-            f"single tokens around attention and MLP; {asked} would give wrong numbers. "
-            f"Use parallel.sequence=false, recipe.sync=exact and compute.recompute=none."
+            f"single tokens around attention and MLP, and {asked} is made for those alone. Use {instead}."
         )
     kept = next((match for match in matches if match.kept_whole and match.block), None)
     if region.has_ends and kept is not None:
         raise ShardRuleError(
             f"{kept.name} is kept whole on every rank (parallel.indivisible=mlp_only), and under {asked} no rank has "
-            f"the whole tokens that it needs. Use a parallel.tp that divides it, or the exact region."
+            f"the whole tokens that it needs. Use a parallel.tp that divides it, or {instead}."
         )
 
 

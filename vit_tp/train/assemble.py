@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,6 @@ from vit_tp.parallel.topology import Topology
 from vit_tp.recipe.mixing import Mixer
 from vit_tp.recipe.optimizer import build_optimizer, is_frozen, param_groups
 from vit_tp.recipe.schedule import build_schedule
-from vit_tp.sharding.classifier import is_classifier_cut
 from vit_tp.sharding.cutting import cutting_of
 from vit_tp.sharding.plugins import load_plugins
 from vit_tp.tasks.classification import Classification, build_task
@@ -130,9 +129,9 @@ def assemble(config: Config, topology: Topology, device: torch.device, weights: 
         param.requires_grad_(not is_frozen(name, config.recipe.freeze))
     timeout = timedelta(seconds=config.compute.timeout_s)
     groups = build_groups(topology, timeout)
-    cutting = cutting_of(config)
-    is_cut = is_classifier_cut(cutting.require(model, topology.tp), topology.tp, cutting.cut_head_from)
-    task = build_task(config, spec.num_classes, groups.tp_group if is_cut else None)
+    chosen = cutting_of(config)
+    cutting = chosen.with_columns(chosen.require(model, topology.tp), topology.tp)
+    task = build_task(config, spec.num_classes, None if cutting.gather_logits else groups.tp_group)
     drawn = FirstWeights(config.run.seed)
     if weights is None:
         fill = start_from(config.model, spec.num_classes, spec.in_chans, drawn)
@@ -146,7 +145,7 @@ def assemble(config: Config, topology: Topology, device: torch.device, weights: 
         partition=config.parallel.partition,
         embed_weight=config.parallel.embed_weight,
         head_weight=config.parallel.head_weight,
-        **vars(replace(cutting, gather_logits=not is_cut)),
+        **vars(cutting),
         seed=config.run.seed,
         fill=fill,
         groups=groups,

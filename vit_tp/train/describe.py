@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from torch import nn
 
@@ -18,7 +17,6 @@ from vit_tp.parallel.tokens import shard_length
 from vit_tp.parallel.topology import Topology
 from vit_tp.plan.limits import GB
 from vit_tp.plan.stages import StagePlan, plan_ranks, plan_stages
-from vit_tp.sharding.classifier import is_classifier_cut
 from vit_tp.sharding.cutting import cutting_of
 from vit_tp.sharding.indivisible import describe_kept
 from vit_tp.sharding.matches import Match
@@ -67,7 +65,7 @@ def _peak(need: Need | str, index: int) -> str:
 def _memory(need: Need | str) -> str:
     if isinstance(need, str):
         return need
-    room = "" if need.limit is None else f" of {need.room / GB:.3g} GB: {need.limit.describe(need.num_ranks)}"
+    room = "" if need.limit is None else f" of {need.room / GB:.3g} GB ({need.limit.describe(need.num_ranks)})"
     return f"tensors of a rank take at most {need.peak_bytes / GB:.3g} GB{room}"
 
 
@@ -84,9 +82,8 @@ def describe_run(
     """Return the plan of a training, one line for each thing; `need` may say why it is not known."""
     params = sum(p.numel() for p in model.parameters())
     parallel, dtype = config.parallel, DTYPES[config.compute.dtype]
-    cutting = replace(cutting_of(config), gather_logits=False)
+    cutting = cutting_of(config).with_columns(matches, topology.tp)
     stages = plan_stages(model, plan.micro_batch_size, topology.tp, dtype, cutting)
-    is_head_cut = is_classifier_cut(matches, topology.tp, parallel.cut_head_from)
     kept = describe_kept(matches, topology.tp, _held(stages), params)
     steps = steps_per_epoch(spec.num_train, plan.global_batch_size)
     _, chans, height, width = input_shape(model, 1)
@@ -97,7 +94,7 @@ def describe_run(
         f"{config.compute.dtype}" + (f", {parallel.schedule}" if topology.pp > 1 else ""),
         *([f"whole     {kept}"] if kept else []),
         *_stream(model, config),
-        *([f"head      {_head(spec.num_classes, topology.tp)}"] if is_head_cut else []),
+        *([] if cutting.gather_logits else [f"head      {_head(spec.num_classes, topology.tp)}"]),
         *(
             f"stage {index:<3} {' and '.join(f'{first} .. {last}' for first, last in rank.chunks)}: each rank holds "
             f"{rank.num_params / 1e6:.2f} M parameters and at most {' and '.join(map(str, rank.micro_batches))} "

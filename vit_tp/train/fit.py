@@ -9,7 +9,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -90,7 +90,8 @@ class Memory:
         plan, bounds = self.lay_out(config)
         parallel = config.parallel
         dtype = DTYPES[config.compute.dtype]
-        cutting = replace(cutting_of(config), gather_logits=False)
+        cutting = cutting_of(config)
+        cutting = cutting.with_columns(cutting.require(self.model, parallel.tp), parallel.tp)
         layout = Layout(plan.micro_batch_size, parallel.tp, dtype, cutting)
         profiles = self._profiler.profile(layout, bounds[:-1])
         limits, num_ranks = self._limits(config)
@@ -117,7 +118,7 @@ class Memory:
         here = 1 if self.device is None else self.device.num_ranks
         num_ranks = max(1, here * _world(config) // _world(self.config))
         if config.compute.memory_gb is not None:
-            return (Limit("compute.memory_gb:", round(config.compute.memory_gb * GB)),), num_ranks
+            return (Limit("compute.memory_gb", round(config.compute.memory_gb * GB)),), num_ranks
         return (() if self.device is None else self.device.limits), num_ranks
 
     def require(self, need: Need) -> None:
@@ -167,7 +168,10 @@ class Memory:
         low, high, best = 0, len(changes) - 1, None
         while low <= high and time.monotonic() < end:
             middle = (low + high) // 2 if best else high  # the largest first: most kinds have one or none that fits
-            then = self.need(with_values(config, changes[middle]))
+            try:
+                then = self.need(with_values(config, changes[middle]))
+            except (VitTpError, RuntimeError, NotImplementedError, TypeError):  # no meta kernel on that path
+                return best
             if best is None and not then.fits:
                 return changes[middle], then
             if then.fits:

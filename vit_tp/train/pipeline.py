@@ -152,8 +152,11 @@ class VitPipeline(PipelineModule):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.clock.next_micro_batch(self.active_phase)
-        self.region.resume(self.num_tokens.get(self.training, 0))
-        return super().forward(x)
+        planned = self.num_tokens.get(self.training, 0)
+        self.region.resume(planned)
+        out = super().forward(x)
+        self.region.require(planned)
+        return out
 
     @property
     def chunks(self) -> list[list[Stage]]:
@@ -266,8 +269,7 @@ def pipeline(
         TopologyError: If the world or the heads do not fit the grid.
     """
     bounds = stage_bounds(model, topology.pp, partition, embed_weight, head_weight, schedule)
-    wide_from = cut_head_from if gather_logits else 1
-    cutting = Cutting(region, fraction, recompute, wide_from, gather_logits, indivisible)
+    cutting = Cutting(region, fraction, recompute, cut_head_from, gather_logits, indivisible)
     cutting.require(model, topology.tp)
     start_communication()
     groups = groups or build_groups(topology)

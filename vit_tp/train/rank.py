@@ -57,8 +57,10 @@ def train_rank(config: Config, env: RankEnv, console: TextIO) -> None:
     figures = train(run, recorder)
     recorder.close()
     engine = run.engine
-    kept = folder.export if is_one_model(config) else folder.partial
-    save_weights(kept, engine.module.saved_stages, run.all_stages, run.groups, full_precision(engine))
+    kept, mark = folder.export, None
+    if not is_one_model(config):
+        kept, mark = folder.partial, f"trained with recipe.sync=partial on parallel.tp={config.parallel.tp}"
+    save_weights(kept, engine.module.saved_stages, run.all_stages, run.groups, full_precision(engine), mark)
     if env.rank == 0:
         circumstances = {"fingerprint": fingerprint(config), **_circumstances(run)}
         write_result(folder.result, {**figures, **circumstances, "wall_s": time.perf_counter() - started})

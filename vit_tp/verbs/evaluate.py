@@ -76,7 +76,8 @@ def _run_to_evaluate(request: Request) -> tuple[Config, RunFolder]:
     overrides = [word for word in request.overrides if not word.startswith("run=")]
     trained, config = config, override(config, overrides, SECOND_HALF) if overrides else config
     check(config, training=False)
-    if not is_one_model(trained) and config.parallel.tp != trained.parallel.tp:
+    is_other = config.parallel.tp != trained.parallel.tp
+    if is_other and not (is_one_model(trained) and is_one_model(config)):
         raise ConfigError(
             f"{folder} was trained with recipe.sync=partial on parallel.tp={trained.parallel.tp}, each rank with "
             f"channels of its own; on parallel.tp={config.parallel.tp} its weights would be another model. "
