@@ -107,7 +107,9 @@ def test_it_lists_models_in_a_table():
 @pytest.mark.parametrize(
     ("words", "sentences"),
     [
-        (["--models", "resnet50"], ["resnet50 cannot be cut: it is a convolutional network"]),
+        pytest.param(
+            ["--models", "resnet50"], ["resnet50 cannot be cut: it is a convolutional network"], marks=pytest.mark.slow
+        ),
         (["--models", "swin_tiny_patch4_window7_224"], ["cannot be cut: it is hierarchical"]),
         (["--models", "vit_bse_patch16_224"], ["Did you mean vit_base_patch16_224"]),
         (["--models", "plugins=[no_such_blocks]"], ["plugins: no_such_blocks cannot be imported"]),

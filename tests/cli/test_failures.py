@@ -80,7 +80,8 @@ def test_ranks_that_raise_end_the_job_with_one_traceback(jobs):
     assert not (job.run / "result.json").exists()
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
 def test_a_killed_rank_ends_the_job(jobs, rank):
     job = jobs()
     job.wait_for_step(3)

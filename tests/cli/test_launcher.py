@@ -96,9 +96,9 @@ def test_two_jobs_at_once_with_default_ports_end_well(start):
     [
         ("raise", 17, "the weights of rank 1 are made of wood"),
         ("refuse", 2, "no images; nothing to learn. Use more images."),
-        ("exit", 7, "rank 0 lost a peer"),
-        ("kill", 128 + signal.SIGKILL, "rank 0 lost a peer"),
-        ("no_result", 1, "result.json was not written"),
+        pytest.param("exit", 7, "rank 0 lost a peer", marks=pytest.mark.slow),
+        pytest.param("kill", 128 + signal.SIGKILL, "rank 0 lost a peer", marks=pytest.mark.slow),
+        pytest.param("no_result", 1, "result.json was not written", marks=pytest.mark.slow),
     ],
 )
 def test_a_failing_rank_ends_the_job_with_its_own_code(start, how, code, words):
@@ -114,7 +114,9 @@ def test_a_failing_rank_ends_the_job_with_its_own_code(start, how, code, words):
         assert record["rank"] == 1 and record["exit_code"] == code and words in record["message"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGHUP))]
+)
 def test_a_signal_ends_all_ranks(start, number):
     job = start("wait")
     job.wait_until_up()
@@ -125,6 +127,7 @@ def test_a_signal_ends_all_ranks(start, number):
     assert "Traceback" not in job.console()
 
 
+@pytest.mark.slow
 def test_ranks_end_when_deepspeeds_launcher_is_killed(start):
     job = start("wait")
     job.wait_until_up()
@@ -133,6 +136,7 @@ def test_ranks_end_when_deepspeeds_launcher_is_killed(start):
     assert job.ranks_alive() == []
 
 
+@pytest.mark.slow
 def test_ranks_end_when_the_command_itself_is_killed(start):
     job = start("wait")
     job.wait_until_up()

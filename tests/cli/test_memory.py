@@ -49,6 +49,7 @@ def test_refused_before_any_rank_starts(words, address_space, source, tmp_path):
     assert seconds < 10
 
 
+@pytest.mark.slow
 def test_what_fits_under_a_limit_trains_under_it(tmp_path):
     """The limit leaves room for libraries in the estimate, and they need no more of it in truth."""
     ended, _ = run(SMALL, tmp_path, 7 * GIB)

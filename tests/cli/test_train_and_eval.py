@@ -81,7 +81,11 @@ def test_again_it_overwrites_nothing(trained, folder):
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
-@pytest.mark.parametrize("grid", [["parallel=single"], ["parallel.tp=1", "parallel.pp=2"]], ids=["single", "pp2"])
+@pytest.mark.parametrize(
+    "grid",
+    [["parallel=single"], pytest.param(["parallel.tp=1", "parallel.pp=2"], marks=pytest.mark.slow)],
+    ids=["single", "pp2"],
+)
 def test_eval_gives_the_same_figures_on_another_grid(trained, folder, grid):
     ended = call(BIN / "vit-tp", "eval", "run=runs/digits_smoke", *grid, cwd=folder)
     assert ended.returncode == 0, ended.stderr
@@ -110,6 +114,7 @@ def test_the_same_command_under_torchrun_is_a_rank(folder):
     assert "training.png was not drawn" in (run / "log" / "rank_00000.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_folded_pipeline_is_one_word_more(trained, folder):
     ended = call(
         *(BIN / "vit-tp", "train", *SHORT, "parallel.tp=1", "parallel.schedule=dualpipev", "run.name=folded"),

@@ -240,9 +240,8 @@ CUT = {"parallel__cut_head_from": 2}
 SMOOTHED = {"recipe__smoothing": 0.1}
 
 
-@pytest.mark.parametrize(
-    ("pp", "tp", "recipe"), [(1, 4, MIXED), pytest.param(2, 2, SMOOTHED, marks=pytest.mark.slow)], ids=["mixed", "pp2"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("pp", "tp", "recipe"), [(1, 4, MIXED), (2, 2, SMOOTHED)], ids=["mixed", "pp2"])
 def test_runs_with_a_cut_classifier_are_those_without(pp: int, tp: int, recipe: dict[str, Any], tmp_path: Path):
     """Losses, figures and exported weights; then `vit-tp eval` of them on four ranks, and stock timm."""
     recipe = {"compute__micro_batch_size": 8, "compute__eval_micro_batch_size": 50, **recipe}

@@ -206,7 +206,7 @@ VARIANTS = {
 }
 
 
-OFTEN = ("one rank", "tp=2", "sequence", "recompute=block", "1F1B", "bf16, ZeRO-1")
+OFTEN = ("one rank", "sequence", "bf16, ZeRO-1")
 SLOW = pytest.mark.slow
 
 

@@ -140,7 +140,9 @@ def seeded_as_stages(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 2), (1, 4), pytest.param(2, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("pp", "tp"), [(1, 2), (2, 2), *(pytest.param(*grid, marks=pytest.mark.slow) for grid in ((1, 4), (2, 4)))]
+)
 def test_stages_of_divided_and_recomputed_blocks(pp: int, tp: int):
     for rank in run_world(compare_staged, pp * tp, pp, tp, timeout_s=300):
         assert len(rank) == len(STAGED) * 7

@@ -25,7 +25,9 @@ from tests.tolerances import BF16_SPREAD, LOSS_FLOAT32, LOSS_LATE_FLOAT32, NORM_
 from tests.worlds import run_world
 
 FOLDED = [(2, 1, 1), (2, 1, 2), (2, 2, 1)]  # grids that run DualPipeV too
-GRIDS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
+SLOW = pytest.mark.slow
+OFTEN = [(1, 1, 1), (1, 1, 4), (4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
+GRIDS = [*OFTEN, *(pytest.param(grid, marks=SLOW) for grid in ((2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 4, 1)))]
 STEPS, GLOBAL_BATCH, CLIP = 20, 16, 0.5
 
 
@@ -94,7 +96,7 @@ def named(grid: tuple[int, int, int]) -> str:
     return "pp{}_dp{}_tp{}".format(*grid)
 
 
-@pytest.mark.parametrize("grad_accum_steps", [1, 4])
+@pytest.mark.parametrize("grad_accum_steps", [pytest.param(1, marks=SLOW), 4])
 @pytest.mark.parametrize("grid", GRIDS, ids=named)
 def test_twenty_steps_equal_stock_timm(grid, grad_accum_steps, first_weights, reference):
     require_stock_numbers(grid, grad_accum_steps, "1f1b", first_weights, reference)
@@ -153,6 +155,7 @@ def test_bf16_lies_within_the_spread_of_single_processes(grid, bf16_runs):
     require_within_spread(grid, 2, "1f1b", bf16_runs)
 
 
+@SLOW
 @pytest.mark.parametrize("grid", FOLDED, ids=named)
 def test_bf16_of_dualpipev_lies_within_the_spread_of_single_processes(grid, bf16_runs):
     require_within_spread(grid, 4, "dualpipev", bf16_runs)
