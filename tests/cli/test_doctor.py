@@ -111,8 +111,14 @@ def test_it_lists_models_in_a_table():
             ["--models", "resnet50"], ["resnet50 cannot be cut: it is a convolutional network"], marks=pytest.mark.slow
         ),
         (["--models", "swin_tiny_patch4_window7_224"], ["cannot be cut: it is hierarchical"]),
-        (["--models", "vit_bse_patch16_224"], ["Did you mean vit_base_patch16_224"]),
-        (["--models", "plugins=[no_such_blocks]"], ["plugins: no_such_blocks cannot be imported"]),
+        pytest.param(
+            ["--models", "vit_bse_patch16_224"], ["Did you mean vit_base_patch16_224"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ["--models", "plugins=[no_such_blocks]"],
+            ["plugins: no_such_blocks cannot be imported"],
+            marks=pytest.mark.slow,
+        ),
         (["vit_base*", "--modles"], ["--modles is not an option", "Use vit-tp doctor --models vit_base*."]),
         (["--models", "parallel.tp=2"], ["parallel.tp=2 sets nothing here", "Use plugins=[...]."]),
     ],

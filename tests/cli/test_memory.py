@@ -35,8 +35,8 @@ def run(words: list[str], cwd: Path, address_space: int | None = None) -> tuple[
 @pytest.mark.parametrize(
     ("words", "address_space", "source"),
     [
-        (VIT_B, 9 * GIB, "(RLIMIT_AS 9.664 GB, less "),
-        ([*VIT_B, "compute.memory_gb=3"], None, "(compute.memory_gb: 3 GB)"),
+        (VIT_B, 9 * GIB, "(RLIMIT_AS: 9.664 GB, less "),
+        pytest.param([*VIT_B, "compute.memory_gb=3"], None, "(compute.memory_gb: 3 GB)", marks=pytest.mark.slow),
     ],
 )
 def test_refused_before_any_rank_starts(words, address_space, source, tmp_path):
@@ -54,4 +54,4 @@ def test_what_fits_under_a_limit_trains_under_it(tmp_path):
     """The limit leaves room for libraries in the estimate, and they need no more of it in truth."""
     ended, _ = run(SMALL, tmp_path, 7 * GIB)
     assert ended.returncode == 0, ended.stderr
-    assert "RLIMIT_AS 7.516 GB, less" in ended.stdout
+    assert "RLIMIT_AS: 7.516 GB, less" in ended.stdout

@@ -227,6 +227,7 @@ def test_training_equals_stock_timm(grid, kind, gather_logits, region, first_wei
         assert (tensor - weights[name]).abs().max() <= limit, name
 
 
+@pytest.mark.slow
 def test_bf16_logits_give_the_loss_of_gathered_ones():
     """The first loss: the columns are the same bits, and each is widened before anything is summed."""
     cut, gathered = (run_world(train_odd, 4, 2, 1, 2, "smoothed", gather, dtype="bf16") for gather in (False, True))

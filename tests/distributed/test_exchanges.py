@@ -106,7 +106,7 @@ def all_kept() -> list[float]:
     return [kept_units(kwargs, region, recompute) for kwargs, region, recompute, _ in KEPT]
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("tp_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_block_keeps_the_bytes_of_the_formula(tp_size: int):
     for rank in run_world(all_kept, tp_size, timeout_s=240):
         for (_, region, recompute, formula), found in zip(KEPT, rank, strict=True):
@@ -188,7 +188,7 @@ def all_exchanges() -> list[tuple[list, list]]:
     return [exchanges(kwargs, region, recompute, p) for kwargs, region, recompute, p, *_ in EXCHANGES]
 
 
-@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_block_exchanges_what_the_formula_says(tp_size: int):
     for rank in run_world(all_exchanges, tp_size, timeout_s=240):
         for (_, region, recompute, p, *wanted), found in zip(EXCHANGES, rank, strict=True):

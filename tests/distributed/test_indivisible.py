@@ -97,7 +97,11 @@ def test_parallel_blocks_are_whole_blocks_and_leave_nothing_to_cut():
     ("overrides", "words"),
     [
         (["model=vit_tiny", "parallel.tp=2"], ["parallel.tp=2 does not divide num_heads=3;", "parallel.tp=1, 3, or"]),
-        (["model=vit_base", "parallel.tp=8"], ["does not divide num_heads=12;", "parallel.tp=1, 2, 3, 4, 6, 12, or"]),
+        pytest.param(
+            ["model=vit_base", "parallel.tp=8"],
+            ["does not divide num_heads=12;", "parallel.tp=1, 2, 3, 4, 6, 12, or"],
+            marks=pytest.mark.slow,
+        ),
         (
             ["model=vit_tiny", "parallel.tp=7", "parallel.indivisible=mlp_only"],
             ["parallel.tp=7 divides nothing of VisionTransformer (MLP width=768, num_heads=3)", "Use parallel.tp=6."],
@@ -142,7 +146,7 @@ def test_it_is_how_a_run_is_run_and_not_what_it_learns():
     assert fingerprint(changed) == fingerprint(Config())
 
 
-@pytest.mark.parametrize("grid", [(1, 1, 2), (2, 1, 2)], ids=["tp2", "pp2 tp2"])
+@pytest.mark.parametrize("grid", [(1, 1, 2), pytest.param((2, 1, 2), marks=pytest.mark.slow)], ids=["tp2", "pp2 tp2"])
 def test_a_run_that_keeps_attention_whole_learns_as_one_process(grid: tuple[int, int, int], tmp_path: Path):
     overrides = {"model__kwargs": TINY_VIT}
     [one] = run_world(train_digits, 1, 1, 1, 1, str(tmp_path / "one"), overrides)

@@ -69,7 +69,7 @@ def all_against_lanes() -> dict[tuple, dict[str, float]]:
     return {case: against_lanes(*case) for case in cases}
 
 
-@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_partial_sums_equal_lanes_in_one_process(tp_size: int):
     for rank in run_world(all_against_lanes, tp_size, timeout_s=240):
         assert len(rank) == len(MODELS) * len(FRACTIONS) * 2

@@ -206,7 +206,7 @@ VARIANTS = {
 }
 
 
-OFTEN = ("one rank", "sequence", "bf16, ZeRO-1")
+OFTEN = ("one rank", "sequence")
 SLOW = pytest.mark.slow
 
 

@@ -18,7 +18,14 @@ CUT = {"attn_drop_rate": 0.2, "proj_drop_rate": 0.2}  # proj_drop_rate is also t
 STEPS = 4
 
 
-@pytest.mark.parametrize("grid", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (4, 1, 1)])
+@pytest.mark.parametrize(
+    "grid",
+    [
+        (2, 1, 2),
+        (1, 2, 2),
+        *(pytest.param(grid, marks=pytest.mark.slow) for grid in ((2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1))),
+    ],
+)
 def test_masks_on_whole_activations_are_the_same_on_any_grid(grid):
     """The micro-batch size is kept, for what is random about a sample depends on its micro-batch."""
     pp, dp, tp = grid

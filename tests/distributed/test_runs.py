@@ -64,7 +64,7 @@ def test_workers_change_nothing(one, tmp_path):
 
 
 @pytest.mark.parametrize("grid", [(2, 1, 2), (2, 2, 1), (1, 2, 1), (1, 1, 1)])
-@pytest.mark.parametrize("size", [7, 64])
+@pytest.mark.parametrize("size", [7, pytest.param(64, marks=pytest.mark.slow)])
 def test_evaluation_scores_each_sample_once_whatever_its_batch_size(grid, size, one, tmp_path):
     """P07, P08, P55: 360 samples in micro-batches of 7 and 64, while training goes on in micro-batches of 8."""
     ranks = world(grid, str(tmp_path), {**MIXED, "compute__eval_micro_batch_size": size})
@@ -99,7 +99,7 @@ def test_batch_sizes_count_replicas_only(tmp_path):
 
 @pytest.mark.parametrize(
     ("dtype", "schedule"),
-    [("fp32", "1f1b"), ("bf16", "1f1b"), pytest.param("bf16", "dualpipev", marks=pytest.mark.slow)],
+    [("fp32", "1f1b"), *(pytest.param("bf16", name, marks=pytest.mark.slow) for name in ("1f1b", "dualpipev"))],
 )
 def test_exported_weights_evaluate_alike_everywhere_and_load_in_stock_timm(dtype, schedule, tmp_path):
     overrides = {"compute__dtype": dtype, "recipe__max_steps": 30, "recipe__optimizer__lr": 3e-3}
@@ -158,8 +158,8 @@ def test_a_wide_head_is_cut_and_changes_nothing(grid, tmp_path):
     ("grid", "overrides"),
     [
         ((2, 1, 2), {"parallel__sequence": True, "compute__recompute": "block"}),
-        ((1, 2, 2), {"parallel__sequence": True, "compute__recompute": "norm_act"}),
-        ((2, 2, 1), {"compute__recompute": 2}),
+        pytest.param((1, 2, 2), {"parallel__sequence": True, "compute__recompute": "norm_act"}, marks=pytest.mark.slow),
+        pytest.param((2, 2, 1), {"compute__recompute": 2}, marks=pytest.mark.slow),
         ((1, 1, 2), {"recipe__sync": "partial", "recipe__sync_fraction": 1.0}),
     ],
 )
@@ -171,6 +171,7 @@ def test_divided_tokens_and_recompute_change_nothing_of_a_run(grid, overrides, o
     assert ranks[0]["figures"]["eval/loss"] == pytest.approx(one["figures"]["eval/loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_partial_sums_are_one_model_on_one_stage_and_two(tmp_path):
     settings = {**MIXED, "recipe__sync": "partial", "recipe__sync_fraction": 0.5}
     exact, flat, staged = (

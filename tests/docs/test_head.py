@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.docs.test_readme import ROOT, cpu_environment
 
 TEXT = (ROOT / "docs" / "parallelism.md").read_text()
 PROGRAM = re.search(r"```python\n(# own_head\.py.*?)```", TEXT, re.DOTALL).group(1)
 
 
+@pytest.mark.slow
 def test_the_program_runs_as_printed(tmp_path: Path):
     (tmp_path / "own_head.py").write_text(PROGRAM)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -38,6 +38,7 @@ def typed(*words: str, cwd: Path) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_the_example_of_the_docs_trains_through_the_command(folder):
     words = ["experiment=digits_smoke", "model.timm=vit_gated", "parallel=tp2", "recipe.max_steps=2", "log=quiet"]
     ended = typed("train", *words, "plugins=[my_blocks]", cwd=folder)

@@ -35,8 +35,16 @@ def advised(text: str) -> list[dict]:
     ("overrides", "knobs"),
     [
         ({"compute__memory_gb": 4}, ["compute.recompute", "compute.micro_batch_size", "parallel.tp", "parallel.pp"]),
-        ({"compute__memory_gb": 4, "compute__recompute": "block", "recipe__global_batch_size": 256}, ["parallel.pp"]),
-        ({"compute__memory_gb": 4.8, "parallel__tp": 2}, ["parallel.sequence", "compute.recompute"]),
+        pytest.param(
+            {"compute__memory_gb": 4, "compute__recompute": "block", "recipe__global_batch_size": 256},
+            ["parallel.pp"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"compute__memory_gb": 4.8, "parallel__tp": 2},
+            ["parallel.sequence", "compute.recompute"],
+            marks=pytest.mark.slow,
+        ),
         ({"compute__memory_gb": 5.6}, ["compute.dtype"]),
         (
             {"compute__memory_gb": 4, "parallel__dp": 4, "recipe__global_batch_size": 256},

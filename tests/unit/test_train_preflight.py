@@ -162,9 +162,8 @@ def test_the_plan_knows_a_cut_classifier():
     assert not any(line.startswith("head") for line in preflight(config).lines)
 
     model = build_model(config.model, 10, 1)
-    whole, cut = (
-        plan_stages(model, 8, 4, DTYPES["fp32"], Cutting(cut_head_from=n, gather_logits=False))[-1] for n in (11, 10)
-    )
+    cuttings = Cutting(cut_head_from=11), Cutting(cut_head_from=10, gather_logits=False)
+    whole, cut = (plan_stages(model, 8, 4, DTYPES["fp32"], cutting)[-1] for cutting in cuttings)
     assert whole.num_params - cut.num_params == (10 - 3) * (32 + 1)
     assert cut.activation_bytes == whole.activation_bytes
 
