@@ -24,8 +24,13 @@ except Exception as error:
 """
 
 
-@pytest.mark.parametrize(("ranks", "text"), [([0, 1, 1], r"process \d+ on \S+ and process \d+ on \S+ .* RANK=1"),
-                                             pytest.param([0, 0], r"second process was started with RANK=0", marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([0, 1, 1], r"process \d+ on \S+ and process \d+ on \S+ .* RANK=1"),
+        pytest.param([0, 0], r"second process was started with RANK=0", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_that_exists_twice_is_named(ranks, text):
     port = str(free_port(None))
     shared = {"WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -228,6 +228,7 @@ def refusals() -> list[str]:
     ask(lambda: cut.forward_intermediates(torch.zeros(1, 3, 32, 32)))
     ask(lambda: cut.prune_intermediate_layers([0]))
     ask(lambda: vit_tp.shard_(small_vit(), group, recompute="block"))
+    ask(lambda: vit_tp.shard_(small_vit(), group, recompute=2))
     ask(lambda: vit_tp.shard_(small_vit(), group, recompute="all"))
     ask(lambda: vit_tp.shard_(small_vit(), group, "ring"))
     ask(lambda: vit_tp.shard_(small_vit(), group, "partial", fraction=1.5))
@@ -242,14 +243,14 @@ def test_what_cannot_be_is_refused_by_name():
         for text in said[:5]:
             assert "parallel.sequence=true is made for those alone. Use parallel.sequence=false" in text
         rest = [
+            *("compute.recompute=norm_act", "region='exact'", "take away the block"),
             *(
-                "compute.recompute=norm_act",
-                "region='exact'",
-                "take away the block",
                 "set_grad_checkpointing",
-                "none, norm_act, block",
+                "set_grad_checkpointing",
+                "Use 'none' or 'norm_act'",
+                "exact, sequence, partial",
             ),
-            *("exact, sequence, partial", "from 0 to 1", "kept whole on every rank", "another model"),
+            *("from 0 to 1", "kept whole on every rank", "another model"),
         ]
         for text, words in zip(said[5:], rest, strict=True):
             assert words in text, text

@@ -198,6 +198,8 @@ def test_what_a_run_starts_from_is_checked_and_told_before_any_rank(tmp_path):
     [
         (["parallel.sequence=true", "parallel.tp=4"], "sequence  5 tokens between blocks, 2 on each of 4 ranks"),
         (["recipe.sync=partial", "parallel.tp=2"], "sync      0.5 of the channels are summed over tp=2: the weights"),
+        (["parallel.sequence=true"], "sequence  no effect"),
+        (["recipe.sync=partial"], "sync      no effect"),
         (["compute.recompute=2"], "recompute blocks 0, 2"),
         (["compute.recompute=block"], "recompute all blocks"),
         (["compute.recompute=norm_act"], "recompute outputs of norms and activations"),

@@ -73,7 +73,8 @@ def _ranges(config: Config) -> Iterator[str]:
         if is_above and (high is None or value <= high):
             continue
         bound = f"{'at least' if closed else 'more than'} {low}" + (f" and at most {high}" if high is not None else "")
-        example = low if closed else (high if high is not None else 0.001)
+        is_too_low = math.isfinite(value) and value <= low
+        example = high if high is not None and not (is_too_low and closed) else low if closed else 0.001
         yield f"{path}={show(value)} is out of range; it must be {bound}. Use for example {path}={example}."
 
 
@@ -234,7 +235,7 @@ def _activations(config: Config) -> Iterator[str]:
     if recompute not in RECOMPUTE and not is_every:
         yield (
             f"compute.recompute={show(recompute)} is not known; it is {', '.join(RECOMPUTE)}, or a whole number N to "
-            f"recompute every Nth block. Use for example compute.recompute=block, or compute.recompute=2."
+            f"recompute every Nth block (0: none). Use for example compute.recompute=block, or compute.recompute=2."
         )
     if config.recipe.sync == "partial" and config.parallel.sequence:
         yield (

@@ -90,6 +90,8 @@ def fingerprint(config: Config, dp_size: int | None = None) -> str:
     if is_micro_batch_learnt(config):
         learnt["micro_batch_size"] = batch_plan(config, dp_size or config.parallel.dp or 1).micro_batch_size
     draws_apart = any(config.model.kwargs.get(rate) for rate in ("attn_drop_rate", "proj_drop_rate"))
+    if is_one_model(config):
+        del learnt["recipe"]["sync"], learnt["recipe"]["sync_fraction"]
     if config.model.kwargs.get("proj_drop_rate") and config.parallel.tp > 1:
         learnt["sequence"] = config.parallel.sequence
     if draws_apart or not is_one_model(config):

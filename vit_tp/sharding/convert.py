@@ -96,10 +96,10 @@ def shard_(
     """
     if hasattr(model, "tp_cut"):
         raise ShardRuleError("this model is cut already; cutting a slice again would lose weights. Call shard_ once.")
-    if recompute == "block":
+    if recompute not in ("none", "norm_act"):
         raise ConfigError(
-            'recompute="block" is for pipelines; in a loop of your own timm recomputes blocks. '
-            "Call model.set_grad_checkpointing()."
+            f"recompute={recompute!r} is not for shard_, which leaves blocks to your loop: timm recomputes them whole. "
+            f"Use 'none' or 'norm_act', and for whole blocks model.set_grad_checkpointing()."
         )
     cutting = Cutting(region, fraction, recompute, cut_head_from, gather_logits, indivisible)
     exchange = cutting.build_region(tp_group)

@@ -42,7 +42,7 @@ def require_stream(model: nn.Module, matches: Sequence[Match], region: Region, r
         return
     asked, instead = ("compute.recompute=norm_act", "compute.recompute=block or none")
     if region.has_ends:
-        asked, instead = region.knob[0], f"{region.knob[1]}, in a loop of your own region='exact'"
+        asked, instead = region.knob[0], f"{region.knob[1]}, or in a loop of your own region='exact'"
     if not blocks_of(matches):
         raise ShardRuleError(
             f"the blocks of {type(model).__name__} do not pass on one stream of (B, N, C) tokens, each block a map of "

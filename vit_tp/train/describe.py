@@ -38,6 +38,10 @@ def _held(stages: list[StagePlan]) -> int:
 def _stream(model: nn.Module, config: Config) -> Iterator[str]:
     """Yield what is not as usual between blocks and in their backward."""
     tp, recompute = config.parallel.tp, config.compute.recompute
+    if tp == 1 and config.parallel.sequence:
+        yield "sequence  no effect: parallel.tp=1 leaves no ranks to divide tokens over"
+    if tp == 1 and config.recipe.sync == "partial":
+        yield "sync      no effect: parallel.tp=1 leaves nothing to sum"
     if config.parallel.sequence and tp > 1:
         num_tokens = count_tokens(model)[True]
         yield f"sequence  {num_tokens} tokens between blocks, {shard_length(num_tokens, tp)} on each of {tp} ranks"

@@ -154,9 +154,31 @@ class Memory:
             if found is not None and found[1].peak_bytes < least.peak_bytes:
                 together, least = together | found[0], found[1]
             if least.fits:
+                together, least = self._relaxed(together, least, end + 2 * SEARCH_S)
                 return f"Use {_typed(together)} together ({_gb(least.peak_bytes)})."
         best = f" (with {_typed(together)} it is {_gb(least.peak_bytes)})" if together else ""
         return f"Recompute, smaller micro-batches and more ranks are not enough{best}. Use a smaller model or image."
+
+    def _relaxed(self, together: dict[str, Any], need: Need, end: float) -> tuple[dict[str, Any], Need]:
+        """Return changes that fit together without those that are not needed, and with the largest micro-batch."""
+        for path in ("parallel.sequence", "compute.recompute"):
+            fewer = {name: value for name, value in together.items() if name != path}
+            if path in together and time.monotonic() < end and (then := self._tried(fewer)) and then.fits:
+                together, need = fewer, then
+        size = together.get("compute.micro_batch_size")
+        while size and time.monotonic() < end:
+            size *= 2
+            then = self._tried({**together, "compute.micro_batch_size": size})
+            if then is None or not then.fits:
+                break
+            together, need = {**together, "compute.micro_batch_size": size}, then
+        return together, need
+
+    def _tried(self, changes: dict[str, Any]) -> Need | None:
+        """Return what a run with some changes needs; None where it does not run."""
+        with contextlib.suppress(VitTpError, RuntimeError, NotImplementedError, TypeError):
+            return self.need(with_values(self.config, changes))
+        return None
 
     def _gentlest(self, config: Config, kind: int, end: float) -> tuple[dict[str, Any], Need] | None:
         """Return the smallest change of one kind that makes a run fit, or else the largest; None where none runs."""
