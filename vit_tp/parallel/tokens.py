@@ -6,12 +6,16 @@ which are never gathered. Stateless.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from vit_tp.parallel.collectives import gather, reduce_scatter
+
+ToShards = Callable[[Tensor, ProcessGroup], Tensor]
 
 
 def shard_length(num_tokens: int, size: int) -> int:
@@ -51,48 +55,30 @@ def _fill_(shard: Tensor, x: Tensor, start: int) -> Tensor:
     return shard
 
 
-class _Gather(Function):
+class _ToWhole(Function):
+    """Gathers forward; backward brings the gradient to shards by `back`, `sum_tokens` or `own_tokens`."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, num_tokens: int, group: ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx, x: Tensor, num_tokens: int, group: ProcessGroup, back: ToShards) -> Tensor:
+        ctx.group, ctx.back = group, back
         return gather_tokens(x, num_tokens, group)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return sum_tokens(grad, ctx.group), None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad, ctx.group), None, None, None
 
 
-class _Sum(Function):
+class _ToShards(Function):
+    """Brings x to shards by `to`, `sum_tokens` or `own_tokens`; backward gathers the gradient."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx, x: Tensor, group: ProcessGroup, to: ToShards) -> Tensor:
         ctx.group, ctx.num_tokens = group, x.shape[1]
-        return sum_tokens(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return gather_tokens(grad, ctx.num_tokens, ctx.group), None
-
-
-class _Divide(Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group, ctx.num_tokens = group, x.shape[1]
-        return own_tokens(x, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return gather_tokens(grad, ctx.num_tokens, ctx.group), None
-
-
-class _Unite(Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, num_tokens: int, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gather_tokens(x, num_tokens, group)
+        return to(x, group)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return own_tokens(grad, ctx.group), None, None
+        return gather_tokens(grad, ctx.num_tokens, ctx.group), None, None
 
 
 def gather_from_tokens(x: Tensor, num_tokens: int, group: ProcessGroup) -> Tensor:
@@ -100,7 +86,7 @@ def gather_from_tokens(x: Tensor, num_tokens: int, group: ProcessGroup) -> Tenso
 
     Source: "g" with its bar in arXiv 2205.05198, section 4.2.2.
     """
-    return _Gather.apply(x, num_tokens, group)
+    return _ToWhole.apply(x, num_tokens, group, sum_tokens)
 
 
 def sum_to_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -108,7 +94,7 @@ def sum_to_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
 
     Source: arXiv 2205.05198, section 4.2.2.
     """
-    return _Sum.apply(x, group)
+    return _ToShards.apply(x, group, sum_tokens)
 
 
 def divide_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -116,7 +102,7 @@ def divide_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
 
     Backward gathers, so what made x gets its whole gradient on every rank.
     """
-    return _Divide.apply(x, group)
+    return _ToShards.apply(x, group, own_tokens)
 
 
 def unite_tokens(x: Tensor, num_tokens: int, group: ProcessGroup) -> Tensor:
@@ -124,4 +110,4 @@ def unite_tokens(x: Tensor, num_tokens: int, group: ProcessGroup) -> Tensor:
 
     Each rank's gradient is the whole one already, so backward takes its tokens and exchanges nothing.
     """
-    return _Unite.apply(x, num_tokens, group)
+    return _ToWhole.apply(x, num_tokens, group, own_tokens)
