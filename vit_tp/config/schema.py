@@ -40,27 +40,77 @@ class TaskConfig:
 
 
 @dataclass
+class VideoConfig:
+    num_frames: int | None = knob(None, "frames of a clip; null: the model sees images")
+    tubelet_size: int = knob(2, "frames that one token covers")
+    attention: str = knob(
+        "joint",
+        "joint: over all tokens | divided: time, then space, in each block | factorised: space, then blocks over time",
+    )
+    position: str = knob(
+        "learned", "of a frame in time: learned, from 0 | sincos: fixed, in 3-D | rope: rotary, in 3-D"
+    )
+    inflation: str = knob("mean", "an image model's patch embedding over time: mean | central: in the middle frame")
+    time_depth: int = knob(4, "factorised: blocks over time")
+
+
+@dataclass
 class ModelConfig:
     timm: str = knob("vit_tiny_patch16_224", "a timm model name")
     kwargs: dict[str, Any] = knob({}, "arguments passed on to timm.create_model")
-    img_size: int | None = knob(None, "height and width of the input in pixels; null: the model's own")
+    img_size: Any = knob(None, "pixels of the input: one number, or [height, width]; null: the model's own")
     pretrained: Any = knob(None, "start from true: timm's own weights of that name | a file; null: first weights")
+    video: VideoConfig = knob(VideoConfig, "clips in place of images")
 
 
 @dataclass
 class DataConfig:
-    source: str = knob("digits", "where samples come from: digits | image_folder")
-    root: str | None = knob(None, "image_folder: folder with train/<class>/* and val/<class>/*")
+    source: str = knob(
+        "digits",
+        "where samples come from: digits | moving_digits | image_folder | image_tars | video_folder | video_tars",
+    )
+    root: str | None = knob(
+        None, "folder with train/<class>/* and val/<class>/*; of tars, the folder or URL they are in"
+    )
     num_workers: int = knob(0, "loader processes on each reading rank")
-    color_jitter: float = knob(0.0, "image_folder: colour jitter of training images, timm's factor")
-    auto_augment: str | None = knob(None, "image_folder: timm's policy string, for example rand-m9-mstd0.5-inc1")
-    random_erasing: float = knob(0.0, "image_folder: probability of timm's random erasing")
-    crop_scale: list[float] = knob([0.08, 1.0], "image_folder: area range of the random resized crop")
-    hflip: float = knob(0.5, "image_folder: probability of a horizontal flip")
-    interpolation: str = knob("bicubic", "image_folder: resampling: bilinear | bicubic | random")
-    eval_crop: float = knob(0.875, "image_folder: share of the image that the evaluation's centre crop keeps")
-    mean: list[float] | None = knob(None, "image_folder: subtracted from red, green and blue; null: ImageNet's")
-    std: list[float] | None = knob(None, "image_folder: what red, green and blue are divided by; null: ImageNet's")
+    prefetch: int = knob(2, "micro-batches that each loader process makes ahead")
+    timeout_s: float | None = knob(60.0, "seconds that decoding a sample may take before another one replaces it")
+    max_bad_fraction: float = knob(0.01, "share of samples that may be unreadable before the run ends; 0: none")
+    # augmentation of training samples, by timm; a clip's frames all alike
+    crop_scale: list[float] = knob([0.08, 1.0], "area range of the random resized crop")
+    crop_ratio: list[float] = knob([0.75, 4 / 3], "aspect ratio range of the random resized crop")
+    hflip: float = knob(0.5, "probability of a horizontal flip")
+    vflip: float = knob(0.0, "probability of a vertical flip")
+    color_jitter: float = knob(0.0, "colour jitter, timm's factor")
+    auto_augment: str | None = knob(None, "timm's policy string, for example rand-m9-mstd0.5-inc1 or original-mstd0.5")
+    random_erasing: float = knob(0.0, "probability of timm's random erasing")
+    erasing_mode: str = knob("pixel", "what is erased becomes: pixel: noise | rand: one colour | const: the mean")
+    erasing_count: int = knob(1, "at most so many boxes are erased of a sample")
+    repeats: int = knob(1, "repeated augmentation: copies of a sample in a batch; an epoch keeps its length")
+    interpolation: str = knob("bicubic", "resampling: bilinear | bicubic | random")
+    eval_crop: float = knob(0.875, "share of the image that the evaluation's centre crop keeps")
+    mean: list[float] | None = knob(None, "subtracted from red, green and blue; null: ImageNet's")
+    std: list[float] | None = knob(None, "what red, green and blue are divided by; null: ImageNet's")
+    # large images
+    reduced_decode: str = knob(
+        "train", "decode JPEGs at 1/2, 1/4 or 1/8 where the crop stays large enough: never | train | always"
+    )
+    tile_size: int | None = knob(None, "image_folder: each window of so many pixels is a sample; null: whole images")
+    # tars
+    train_shards: str = knob("train-*.tar", "names of the training shards in data.root, by pattern or {0000..0099}")
+    val_shards: str = knob("val-*.tar", "names of the validation shards")
+    num_classes: int | None = knob(None, "tars: classes, K; null: one more than the highest label in the shards")
+    num_streams: int | None = knob(
+        None, "tars: streams that an epoch is read in, divided among replicas and workers; null: chosen by the batch"
+    )
+    shuffle_window: int = knob(64, "tars: samples of a stream that are shuffled with one another")
+    # video
+    decoder: str = knob("auto", "of videos: auto: torchcodec where it runs, or pyav | pyav | torchcodec")
+    decoder_device: str = knob("cpu", "where torchcodec decodes: cpu | cuda")
+    sampling: str = knob("segments", "frames: segments: one of each of T equal parts | dense: T frames at a stride")
+    frame_stride: int = knob(4, "dense: frames from one chosen to the next, at the video's mean rate")
+    eval_clips: int = knob(1, "clips of a video in evaluation, spread over its length; their answers are averaged")
+    eval_crops: int = knob(1, "crops of each clip in evaluation, along its longer side: 1 | 3")
 
 
 @dataclass
@@ -87,6 +137,8 @@ class MixingConfig:
     cutmix_alpha: float = knob(0.0, "cutmix's beta parameter; 0 switches it off")
     prob: float = knob(1.0, "probability that a micro-batch is mixed")
     switch_prob: float = knob(0.5, "probability of cutmix where both are on")
+    mode: str = knob("batch", "what is drawn anew for each: batch: micro-batch | pair: two images | elem: image")
+    cutmix_minmax: list[float] | None = knob(None, "range of a cut box's sides as share of the image; null: by alpha")
 
 
 @dataclass
@@ -102,6 +154,9 @@ class RecipeConfig:
     smoothing: float = knob(0.0, "label smoothing")
     sync: str = knob("exact", "tensor-parallel sums: exact | partial: of some channels only, another model for each tp")
     sync_fraction: float = knob(0.5, "partial: share of the channels that is summed after attention and MLP")
+    resolution_schedule: list[Any] = knob(
+        [], "image size from an epoch on, for example [[0,128],[50,192]]; evaluation and last epochs: model.img_size"
+    )
     clip_grad: float = knob(1.0, "clip the global gradient norm to this; 0 switches it off")
     freeze: list[str] = knob([], "shell patterns of timm parameter names that do not train, for example blocks.0.*")
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vit_tp.config import DataConfig
-from vit_tp.data.spec import DataSpec
+from vit_tp.data.order import SampleKey
+from vit_tp.data.spec import DataSpec, Form, Sample
 
 # Written down so that describing the data set loads nothing; a test compares them with scikit-learn's.
-SPEC = DataSpec(num_train=1437, num_val=360, num_classes=10, in_chans=1)
-MEAN, STD = 0.30538, 0.37612
+SPEC = DataSpec(num_train=1437, num_val=360, num_classes=10, in_chans=1, mean=(0.30538,), std=(0.37612,))
 _MAX_PIXEL = 16.0
 
 
@@ -31,43 +31,41 @@ class Digits:
 
     Args:
         data: Not read; every source is built alike.
-        split: "train" or "val".
-        img_size: Height and width (Y, X) to resize to, in pixels.
-        seed: Not read: nothing about a digit is random.
+        form: What the images are to look like; their seed is not read, for nothing about a digit is random.
     """
 
-    def __init__(self, data: DataConfig, split: str, img_size: tuple[int, int], seed: int) -> None:
-        # scikit-learn takes more than a second to import: only where digits are read.
-        from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
+    in_chans, views = SPEC.in_chans, 1
 
-        digits = load_digits()
-        train, val = train_test_split(
-            range(len(digits.target)), test_size=SPEC.num_val, random_state=0, stratify=digits.target
-        )
-        chosen = train if split == "train" else val
-        pixels = torch.from_numpy(digits.images[chosen]).float().unsqueeze(1) / _MAX_PIXEL
-        self._images = (pixels - MEAN) / STD  # (N, 1, 8, 8)
-        self._labels = digits.target[chosen].tolist()
-        self._split = split
-        self._img_size = tuple(img_size)
-
-    @property
-    def sample_shape(self) -> tuple[int, int, int]:
-        """Shape (1, Y, X) of every image."""
-        return (SPEC.in_chans, *self._img_size)
+    def __init__(self, data: DataConfig, form: Form) -> None:
+        self.form = form
+        pixels, self._labels = load_digits(form.split)
+        self._pixels = pixels / _MAX_PIXEL * 255  # (N, 1, 8, 8)
 
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self._labels)
 
-    def load(self, index: int, epoch: int) -> tuple[Tensor, int]:
-        """Return the image (1, Y, X) float32 and its class. The epoch makes no difference."""
-        image = self._images[index]
-        if image.shape[-2:] != self._img_size:
-            image = F.interpolate(image.unsqueeze(0), self._img_size, mode="bilinear", antialias=True).squeeze(0)
-        return image, self._labels[index]
+    def load(self, key: SampleKey) -> Sample:
+        """Return the image (1, Y, X) and its class. Epoch and copy make no difference but in size."""
+        image, size = self._pixels[key.index], self.form.size_at(key.epoch)
+        if image.shape[-2:] != size:
+            image = F.interpolate(image.unsqueeze(0), size, mode="bilinear", antialias=True).squeeze(0)
+        return Sample(image.round().clamp(0, 255).to(torch.uint8), self._labels[key.index])
 
     def name(self, index: int) -> str:
         """Return how to find this digit."""
-        return f"digit {index} of split {self._split}"
+        return f"digit {index} of split {self.form.split}"
+
+
+def load_digits(split: str) -> tuple[Tensor, list[int]]:
+    """Return the digits of a split: pixels (N, 1, 8, 8) float32, 0 to 16, and their classes."""
+    # scikit-learn takes more than a second to import: only where digits are read.
+    from sklearn import datasets
+    from sklearn.model_selection import train_test_split
+
+    digits = datasets.load_digits()
+    train, val = train_test_split(
+        range(len(digits.target)), test_size=SPEC.num_val, random_state=0, stratify=digits.target
+    )
+    chosen = train if split == "train" else val
+    return torch.from_numpy(digits.images[chosen]).float().unsqueeze(1), digits.target[chosen].tolist()

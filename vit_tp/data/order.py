@@ -28,10 +28,17 @@ _ORDER_STREAM = 2
 
 
 class SampleKey(NamedTuple):
-    """One sample of one pass: its augmentation depends on both numbers."""
+    """One sample of one pass: its augmentation depends on all three numbers.
+
+    Args:
+        epoch: Pass over the data, from 0.
+        index: Which sample.
+        copy: Which of its copies in this pass, where augmentation is repeated.
+    """
 
     epoch: int
     index: int
+    copy: int = 0
 
 
 @lru_cache(maxsize=2)
@@ -73,22 +80,27 @@ def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
     return steps
 
 
-def step_samples(step: int, num_samples: int, global_batch_size: int, seed: int) -> list[SampleKey]:
+def step_samples(step: int, num_samples: int, global_batch_size: int, seed: int, repeats: int = 1) -> list[SampleKey]:
     """Return the samples of one optimizer step over all ranks, in order.
+
+    With repeats, copies of a sample follow one another and an epoch of N places holds the first N / repeats samples of
+    its order, as timm's RepeatAugSampler has it (Hoffer et al., arXiv 1901.09335).
 
     Args:
         step: Optimiser step since the start of training, from 0; runs on over epochs.
         num_samples: Samples of the training split, N.
         global_batch_size: Samples of one optimizer step over all ranks.
         seed: run.seed.
+        repeats: Copies of each sample.
 
     Returns:
         global_batch_size keys.
     """
     epoch, step_in_epoch = divmod(step, steps_per_epoch(num_samples, global_batch_size))
     first = step_in_epoch * global_batch_size
-    chosen = epoch_order(num_samples, seed, epoch)[first : first + global_batch_size]
-    return [SampleKey(epoch, index) for index in chosen.tolist()]
+    order = epoch_order(num_samples, seed, epoch)
+    places = range(first, first + global_batch_size)
+    return [SampleKey(epoch, int(order[place // repeats]), place % repeats) for place in places]
 
 
 def micro_batch_samples(

@@ -1,6 +1,6 @@
 """Which random numbers does one sample see?
 
-Those that follow from (seed, epoch, index), whatever was drawn before and whoever reads it. timm's and torchvision's
+Those that follow from the seed and its key, whatever was drawn before and whoever reads it. timm's and torchvision's
 transforms draw from the global generators of Python, numpy and torch, so these are seeded for the length of one
 sample and put back afterwards: dropout elsewhere in the process never notices that a sample was read.
 
@@ -16,21 +16,34 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from vit_tp.data.order import SampleKey
+
 # SeedSequence pads short keys with zeros: (seed, epoch) of data/order.py and (seed, epoch, 0) would be one stream
 # without a first word that tells them apart.
 _SAMPLE_STREAM = 1
+_DEVICE_STREAM = 4
+
+
+def sample_seed(seed: int, key: SampleKey) -> int:
+    """Return 63 bits for what is random about a sample once it has left its reader.
+
+    Args:
+        seed: run.seed, 0 or more.
+        key: The sample.
+    """
+    [bits] = np.random.SeedSequence((_DEVICE_STREAM, seed, *key)).generate_state(1, np.uint64)
+    return int(bits) >> 1
 
 
 @contextmanager
-def sample_randomness(seed: int, epoch: int, index: int) -> Iterator[None]:
+def sample_randomness(seed: int, key: SampleKey) -> Iterator[None]:
     """Seed the global CPU generators for one sample, and restore their previous states on the way out.
 
     Args:
         seed: run.seed, 0 or more.
-        epoch: Pass over the data, from 0.
-        index: Sample, from 0.
+        key: The sample.
     """
-    for_python, for_numpy, for_torch = np.random.SeedSequence((_SAMPLE_STREAM, seed, epoch, index)).generate_state(3)
+    for_python, for_numpy, for_torch = np.random.SeedSequence((_SAMPLE_STREAM, seed, *key)).generate_state(3)
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         random.seed(int(for_python))

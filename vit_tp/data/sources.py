@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from vit_tp.config import DataConfig
 from vit_tp.data.digits import Digits, describe_digits
 from vit_tp.data.image_folder import ImageFolder, describe_image_folder
-from vit_tp.data.spec import DataSpec, Source
+from vit_tp.data.spec import DataSpec, Form, Source, StreamSource
 from vit_tp.errors import ConfigError
 
-__all__ = ["SOURCES", "DataSpec", "Source", "SourceKind", "build_source", "describe"]
+__all__ = ["SOURCES", "DataSpec", "Form", "Source", "SourceKind", "StreamSource", "build_source", "describe"]
 
 
 class SourceKind(NamedTuple):
     """How a kind of data set is described and opened."""
 
     describe: Callable[[DataConfig], DataSpec]
-    build: Callable[[DataConfig, str, tuple[int, int], int], Source]
+    build: Callable[[DataConfig, Form], Source | StreamSource]
 
 
 SOURCES: dict[str, SourceKind] = {
@@ -45,21 +45,19 @@ def describe(data: DataConfig) -> DataSpec:
     return _kind(data).describe(data)
 
 
-def build_source(data: DataConfig, split: Literal["train", "val"], img_size: tuple[int, int], seed: int) -> Source:
+def build_source(data: DataConfig, form: Form) -> Source | StreamSource:
     """Open one split.
 
     Args:
         data: The data group of the config.
-        split: "train" (augmented) or "val" (not).
-        img_size: Height and width (Y, X) of an image, in pixels.
-        seed: run.seed; together with epoch and index it decides the augmentation of a sample.
+        form: Which split, and what its samples are to look like.
 
     Raises:
         ConfigError: A knob of the group cannot work.
         DataError: The files are not as the source needs them.
     """
-    assert split in ("train", "val"), split
-    return _kind(data).build(data, split, img_size, seed)
+    assert form.split in ("train", "val"), form.split
+    return _kind(data).build(data, form)
 
 
 def _kind(data: DataConfig) -> SourceKind:

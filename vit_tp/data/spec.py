@@ -1,14 +1,21 @@
 """What must the rest of the package know about a data set?
 
-Its size (DataSpec), and how one sample is asked for (Source). Does not know: file formats, batches, ranks.
+Its sizes (DataSpec), what its samples are to look like (Form), and how one is asked for (Source, StreamSource). Does
+not know: file formats, batches, ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+from vit_tp.data.order import SampleKey
+
+Size = tuple[int, int]
+"""Height and width in pixels."""
 
 
 @dataclass(frozen=True)
@@ -19,35 +26,125 @@ class DataSpec:
         num_train: Training samples.
         num_val: Validation samples.
         num_classes: Classes, K.
-        in_chans: Channels of an image, C.
+        in_chans: Channels of a pixel, C.
+        mean: What is subtracted from each channel, of pixels between 0 and 1.
+        std: What each channel is divided by then.
+        is_video: Whether samples are clips.
+        notes: Lines for a person, such as a shard that is cut short.
     """
 
     num_train: int
     num_val: int
     num_classes: int
     in_chans: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    is_video: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the samples of a split are to look like.
+
+    Args:
+        split: "train", whose samples are augmented, or "val".
+        seed: run.seed; with a sample's key it decides all that is random about the sample.
+        img_size: Height and width (Y, X) in pixels.
+        num_frames: Frames of a clip, T; None for images.
+        schedule: (epoch, size) pairs, by epoch: from that epoch on the size is another one.
+    """
+
+    split: str
+    seed: int
+    img_size: Size
+    num_frames: int | None = None
+    schedule: tuple[tuple[int, Size], ...] = ()
+
+    @property
+    def is_training(self) -> bool:
+        return self.split == "train"
+
+    def size_at(self, epoch: int) -> Size:
+        """Return the height and width of samples in an epoch."""
+        begun = [size for first, size in self.schedule if first <= epoch]
+        return begun[-1] if begun else self.img_size
+
+    def shape_at(self, epoch: int, in_chans: int) -> tuple[int, ...]:
+        """Return the shape (C, Y, X) or (C, T, Y, X) of samples in an epoch."""
+        frames = () if self.num_frames is None else (self.num_frames,)
+        return (in_chans, *frames, *self.size_at(epoch))
+
+
+class Sample(NamedTuple):
+    """What is fed to a model, before it is normalised.
+
+    Args:
+        pixels: (C, Y, X) or (C, T, Y, X), uint8; (V, ...) where evaluation looks at V views of it.
+        label: Class, 0 .. K - 1.
+    """
+
+    pixels: Tensor
+    label: int
 
 
 class Source(Protocol):
-    """One split of a data set. A sample depends on nothing but (seed, epoch, index)."""
+    """One split whose samples can be asked for in any order. A sample depends on nothing but its key and the Form.
 
-    @property
-    def sample_shape(self) -> tuple[int, int, int]:
-        """Shape (C, Y, X) of every image."""
+    Attributes:
+        form: What its samples look like.
+        in_chans: Channels, C.
+        views: Rows that one sample makes: more than 1 only in the evaluation of videos.
+    """
+
+    form: Form
+    in_chans: int
+    views: int
 
     def __len__(self) -> int:
         """Return the number of samples."""
 
-    def load(self, index: int, epoch: int) -> tuple[Tensor, int]:
-        """Read, augment and normalise one sample.
+    def load(self, key: SampleKey) -> Sample:
+        """Read and augment one sample.
 
-        Args:
-            index: Place in the split, 0 .. len - 1.
-            epoch: Pass over the split, from 0; chooses the augmentation.
-
-        Returns:
-            Image (C, Y, X) float32 and its class, 0 .. K - 1.
+        Raises:
+            Exception: Whatever reading it raises; the loader replaces the sample and reports it.
         """
 
     def name(self, index: int) -> str:
         """Return what a person would look for when this sample is broken, for example its path."""
+
+
+class StreamSource(Protocol):
+    """One split that is read from front to back, in parts that begin anywhere.
+
+    The samples of an epoch stand in an order that follows from (seed, epoch); a part is a run of them.
+
+    Attributes:
+        form: What its samples look like.
+        in_chans: Channels, C.
+        views: Rows that one sample makes.
+    """
+
+    form: Form
+    in_chans: int
+    views: int
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def read(self, epoch: int, first: int, last: int, begin: int = 0) -> Iterator[tuple[SampleKey, Sample | Exception]]:
+        """Yield the samples at places first <= place < last of an epoch's order, each once, shuffled among themselves.
+
+        Args:
+            epoch: Pass over the data, from 0.
+            first: Where the part begins.
+            last: Where it ends.
+            begin: How many of its samples to leave out, as if they had been read already.
+
+        Yields:
+            The key of a sample, and the sample, or what kept it from being read.
+        """
+
+    def name(self, index: int) -> str:
+        """Return what a person would look for when this sample is broken."""

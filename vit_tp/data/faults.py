@@ -1,0 +1,139 @@
+"""What happens when a sample cannot be read?
+
+In training another one takes its place, chosen by the key of the broken one, so the choice is the same on any grid and
+in any repetition. In evaluation its place stays empty and is not counted. Each such place is reported with path and
+reason; too many of them end the run.
+
+Does not know: file formats, ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from vit_tp.data.order import SampleKey
+from vit_tp.data.spec import Sample, Source
+from vit_tp.errors import DataError
+
+MAX_ATTEMPTS = 8
+_SUBSTITUTE_STREAM = 3
+
+
+class Fault(NamedTuple):
+    """A sample that could not be read.
+
+    Args:
+        epoch: In which pass.
+        index: Which sample.
+        name: Its path.
+        reason: What reading it raised.
+        replaced_by: Path of the sample in its place; None where the place stayed empty.
+    """
+
+    epoch: int
+    index: int
+    name: str
+    reason: str
+    replaced_by: str | None
+
+
+class Loaded(NamedTuple):
+    """What came of asking for a sample: None where nothing could be read."""
+
+    key: SampleKey
+    sample: Sample | None
+    faults: tuple[Fault, ...]
+
+
+def load_or_replace(source: Source, key: SampleKey) -> Loaded:
+    """Read one sample, in training another one where that fails.
+
+    Raises:
+        DataError: In training, this many in a row cannot be read.
+    """
+    failed: list[tuple[SampleKey, str]] = []
+    for attempt in range(MAX_ATTEMPTS + 1):
+        asked = _substitute(source, key, attempt)
+        try:
+            sample = source.load(asked)
+            require_sample(source, asked, sample)
+        except Exception as error:
+            failed.append((asked, reason_of(error)))
+            if not source.form.is_training:
+                return Loaded(key, None, _faults(source, failed, None))
+            continue
+        return Loaded(asked, sample, _faults(source, failed, source.name(asked.index)) if failed else ())
+    last, reason = failed[-1]
+    raise DataError(
+        f"{len(failed)} samples in a row cannot be read, the last of them {source.name(last.index)} ({reason}); that is "
+        f"no longer a broken file among good ones. Look at data.root and what it is mounted from."
+    )
+
+
+def require_sample(source: Source, key: SampleKey, sample: Sample) -> None:
+    """Raise ValueError unless a sample has the shape that its source promises."""
+    shape = source.form.shape_at(key.epoch, source.in_chans)
+    shape = shape if source.views == 1 else (source.views, *shape)
+    if sample.pixels.shape != shape:
+        raise ValueError(f"its shape is {tuple(sample.pixels.shape)}, not {shape}")
+
+
+def reason_of(error: BaseException) -> str:
+    """Return one line about an error."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _substitute(source: Source, key: SampleKey, attempt: int) -> SampleKey:
+    if attempt == 0:
+        return key
+    seeds = (_SUBSTITUTE_STREAM, source.form.seed, key.epoch, key.index, key.copy, attempt)
+    [drawn] = np.random.SeedSequence(seeds).generate_state(1, np.uint64)
+    return key._replace(index=int(drawn) % len(source))
+
+
+def _faults(source: Source, failed: list[tuple[SampleKey, str]], replaced_by: str | None) -> tuple[Fault, ...]:
+    return tuple(Fault(key.epoch, key.index, source.name(key.index), reason, replaced_by) for key, reason in failed)
+
+
+class FaultLog:
+    """Counts and reports what could not be read, and ends the run when it is too much.
+
+    Args:
+        path: File that a line of JSON is added to for each place; None reports nowhere.
+        max_bad_fraction: Share of the places that may be bad. 0 refuses the first.
+        allowance: Places that are looked at before the share is judged: those of one epoch of this reader.
+    """
+
+    def __init__(self, path: Path | None, max_bad_fraction: float, allowance: int) -> None:
+        self.path, self.max_bad_fraction, self.allowance = path, max_bad_fraction, allowance
+        self.num_read = self.num_bad = 0
+
+    def note(self, num_read: int, faults: tuple[Fault, ...]) -> None:
+        """Take note of so many places and the faults among them.
+
+        Raises:
+            DataError: There are too many.
+        """
+        self.num_read += num_read
+        if not faults:
+            return
+        self.num_bad += len(faults)
+        for fault in faults:
+            instead = "left out" if fault.replaced_by is None else f"replaced by {fault.replaced_by}"
+            print(f"cannot read {fault.name}: {fault.reason}; {instead}", flush=True)
+        if self.path is not None:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(fault._asdict()) + "\n" for fault in faults)
+        looked_at = max(self.num_read, self.allowance)
+        if self.num_bad > self.max_bad_fraction * looked_at:
+            fault = faults[-1]
+            raise DataError(
+                f"{self.num_bad} of {looked_at} samples cannot be read, more than "
+                f"data.max_bad_fraction={self.max_bad_fraction:g} allows; the last is {fault.name} ({fault.reason}). "
+                f"Repair or remove what {self.path or 'the log'} names, or use a larger data.max_bad_fraction."
+            )
