@@ -16,11 +16,11 @@ from vit_tp.config.types import close_names
 from vit_tp.errors import ConfigError, VitTpError
 from vit_tp.help import USAGE, VERBS, general_help, verb_help
 from vit_tp.launch.env import rank_env, strip_local_rank
-from vit_tp.verbs import doctor, evaluate, train
+from vit_tp.verbs import bench, doctor, evaluate, train
 from vit_tp.verbs.job import Request
 
-LAUNCH = {"train": train.launch, "eval": evaluate.launch}
-BE_RANK = {"train": train.be_rank, "eval": evaluate.be_rank}
+LAUNCH = {"train": train.launch, "eval": evaluate.launch, "bench": bench.launch}
+BE_RANK = {"train": train.be_rank, "eval": evaluate.be_rank, "bench": bench.be_rank}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,7 +71,7 @@ def _parse(words: Sequence[str]) -> Request:
         close = close_names(verb, VERBS)
         advice = f"Did you mean vit-tp {close[0]}?" if close else f"Use vit-tp {' or vit-tp '.join(VERBS)}."
         raise ConfigError(f"{verb} is not a verb; vit-tp knows {', '.join(VERBS)}. {advice}")
-    overrides, config_file, complaints = [], None, []
+    overrides, config_file, subject, complaints = [], None, None, []
     remaining = iter(rest)
     for word in remaining:
         flag, equals, value = word.partition("=")
@@ -81,6 +81,8 @@ def _parse(words: Sequence[str]) -> Request:
                 complaints.append("--config-file has no file after it; it names a config.yaml. Use --config-file FILE.")
         elif word.startswith("-"):
             complaints.append(f"{word} is not an option; knobs are set without dashes. Use <knob>=<value>, or --help.")
+        elif verb == "bench" and not equals and subject is None:
+            subject = word
         elif not equals and not word.startswith("~"):
             advice = f"run={word}" if verb == "eval" else f"{word}=<value>, or --help"
             complaints.append(f"{word} sets nothing; knobs are set by <knob>=<value>. Use {advice}.")
@@ -88,4 +90,4 @@ def _parse(words: Sequence[str]) -> Request:
             overrides.append(word)
     if complaints:
         raise ConfigError([*complaints, f"usage: {USAGE[verb]}"])
-    return Request(verb, overrides, Path(config_file) if config_file else None)
+    return Request(verb, overrides, Path(config_file) if config_file else None, subject)

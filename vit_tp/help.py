@@ -15,11 +15,13 @@ WIDTH = 120
 VERBS = {
     "train": "train a model; starts the ranks itself, or is one of them inside a job",
     "eval": "evaluate a finished run, on any grid",
+    "bench": "say whether the data or the model is the bottleneck",
     "doctor": "say what is installed here, or which models can be cut",
 }
 USAGE = {
     "train": "vit-tp train [OVERRIDE ...]\n       vit-tp train --config-file FILE [OVERRIDE ...]",
     "eval": f"vit-tp eval run=FOLDER [OVERRIDE of {', '.join(SECOND_HALF)} ...]",
+    "bench": "vit-tp bench data [OVERRIDE ...]",
     "doctor": "vit-tp doctor\n       vit-tp doctor --models [PATTERN ...] [plugins=[MODULE,...]]",
 }
 EXAMPLES = {
@@ -29,6 +31,7 @@ EXAMPLES = {
         "vit-tp train model.kwargs.drop_path_rate=0.1 recipe.optimizer.lr=5e-4",
     ],
     "eval": ["vit-tp eval run=runs/digits_smoke", "vit-tp eval run=runs/digits_smoke parallel.tp=1 compute.dtype=bf16"],
+    "bench": ["vit-tp bench data experiment=digits_smoke", "vit-tp bench data data.num_workers=8 recipe.max_steps=20"],
     "doctor": ["vit-tp doctor", "vit-tp doctor --models 'vit_base*' 'deit3*'"],
 }
 

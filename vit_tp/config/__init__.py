@@ -12,7 +12,7 @@
 Does not know: torch, timm, DeepSpeed, Hydra, nor what a model looks like inside (train/preflight.py asks timm).
 """
 
-from vit_tp.config.batch import BatchPlan, batch_plan, eval_batch_plan
+from vit_tp.config.batch import BatchPlan, batch_plan, eval_batch_plan, eval_views
 from vit_tp.config.checks import check
 from vit_tp.config.convert import (
     config_hash,
@@ -68,6 +68,7 @@ __all__ = [
     "config_hash",
     "eval_batch_plan",
     "eval_tag",
+    "eval_views",
     "fingerprint",
     "from_dict",
     "is_one_model",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vit_tp.config.limits import VIDEO_SOURCES
 from vit_tp.config.schedules import SCHEDULES
 from vit_tp.config.schema import Config
 from vit_tp.errors import ConfigError
@@ -23,6 +24,7 @@ class BatchPlan:
         grad_accum_steps: Micro-batches of one replica in one step.
         global_batch_size: Samples in one step over all replicas.
         dp_size: Data-parallel replicas.
+        views: Rows of a micro-batch that one sample makes in evaluation.
     """
 
     micro_batch_size: int
@@ -30,6 +32,7 @@ class BatchPlan:
     grad_accum_steps: int
     global_batch_size: int
     dp_size: int
+    views: int = 1
 
 
 def batch_plan(config: Config, dp_size: int) -> BatchPlan:
@@ -66,7 +69,7 @@ def batch_plan(config: Config, dp_size: int) -> BatchPlan:
         micro = share // (parts if parts >= fewest else min((more for more in legal if more >= fewest), default=parts))
     if share // micro < fewest:
         raise ConfigError(_too_few(config, dp_size, share, micro, fewest))
-    return BatchPlan(micro, config.compute.eval_micro_batch_size or micro, share // micro, whole, dp_size)
+    return BatchPlan(micro, _eval_micro(config, micro), share // micro, whole, dp_size, eval_views(config))
 
 
 def eval_batch_plan(config: Config, dp_size: int) -> BatchPlan:
@@ -81,7 +84,19 @@ def eval_batch_plan(config: Config, dp_size: int) -> BatchPlan:
     """
     micro = config.compute.eval_micro_batch_size or config.compute.micro_batch_size
     micro = micro or max(1, config.recipe.global_batch_size // (2 * config.parallel.pp * dp_size))
-    return BatchPlan(micro, micro, 1, micro * dp_size, dp_size)
+    micro = _eval_micro(config, micro)
+    return BatchPlan(micro, micro, 1, micro * dp_size, dp_size, eval_views(config))
+
+
+def eval_views(config: Config) -> int:
+    """Return how many clips and crops of a sample an evaluation looks at."""
+    return config.data.eval_clips * config.data.eval_crops if config.data.source in VIDEO_SOURCES else 1
+
+
+def _eval_micro(config: Config, micro: int) -> int:
+    """Return the rows of a micro-batch in evaluation: whole samples with all their views."""
+    views = eval_views(config)
+    return config.compute.eval_micro_batch_size or -(-micro // views) * views
 
 
 def _too_few(config: Config, dp_size: int, share: int, micro: int, fewest: int) -> str:

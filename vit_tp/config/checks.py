@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from vit_tp.config.batch import batch_plan
+from vit_tp.config.checks_data import data_complaints
 from vit_tp.config.convert import from_dict, to_dict
-from vit_tp.config.limits import DECIDED_ELSEWHERE, LAYERWISE_OPTIMIZERS, NAMES, RANGES, RECOMPUTE
+from vit_tp.config.limits import DECIDED_ELSEWHERE, LAYERWISE_OPTIMIZERS, NAMES, RANGES, RECOMPUTE, VIDEO_SOURCES
 from vit_tp.config.schedules import SCHEDULES
 from vit_tp.config.schema import Config
 from vit_tp.config.types import close_names, show
@@ -32,7 +33,8 @@ def check(config: Config, training: bool = True) -> None:
     """
     typed = from_dict(to_dict(config))  # a wrong type would make the questions below meaningless
     complaints = [*_plugins(typed), *_names(typed), *_ranges(typed), *_run(typed), *_model(typed)]
-    complaints += [*_data(typed), *_recipe(typed), *_parallel(typed), *_activations(typed)]
+    complaints += [*_input_size(typed), *_resolutions(typed)]
+    complaints += [*data_complaints(typed), *_recipe(typed), *_parallel(typed), *_activations(typed)]
     if training:  # an evaluation takes the run's own weights, and what it started from may be gone
         complaints += _pretrained(typed)
     if training and _has_countable_batches(typed):
@@ -103,6 +105,61 @@ def _model(config: Config) -> Iterator[str]:
             yield f"model.kwargs.{key}={show(config.model.kwargs[key])} cannot be given; {reason}."
 
 
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_img_size(value: Any) -> bool:
+    return _is_size(value) or (isinstance(value, list) and len(value) == 2 and all(map(_is_size, value)))
+
+
+def _input_size(config: Config) -> Iterator[str]:
+    size, video = config.model.img_size, config.model.video
+    if size is not None and not _is_img_size(size):
+        yield (
+            f"model.img_size={show(size)} is no size; it takes a number of pixels, or height and width. "
+            f"Use for example model.img_size=224 or model.img_size=[256,448]."
+        )
+    if video.num_frames and video.tubelet_size >= 1 and video.num_frames % video.tubelet_size:
+        fewer = video.num_frames // video.tubelet_size * video.tubelet_size
+        yield (
+            f"model.video.num_frames={video.num_frames} is not a multiple of "
+            f"model.video.tubelet_size={video.tubelet_size}; the last frames would make no token. "
+            f"Use model.video.num_frames={fewer or video.tubelet_size} or model.video.tubelet_size=1."
+        )
+    takes_clips = config.data.source in VIDEO_SOURCES
+    if takes_clips and video.num_frames is None:
+        yield (
+            f"data.source={config.data.source} gives clips and model.video.num_frames=null asks for images. "
+            f"Use for example model.video.num_frames=16."
+        )
+    if not takes_clips and video.num_frames is not None and config.data.source in NAMES["data.source"]:
+        yield (
+            f"data.source={config.data.source} gives images and model.video.num_frames={video.num_frames} asks for "
+            f"clips. Use model.video.num_frames=null, or data.source={' or '.join(VIDEO_SOURCES)}."
+        )
+
+
+def _resolutions(config: Config) -> Iterator[str]:
+    plan = config.recipe.resolution_schedule
+    entries = plan if isinstance(plan, list) else [plan]
+    is_plan = isinstance(plan, list) and all(
+        isinstance(entry, list) and len(entry) == 2 and type(entry[0]) is int and _is_img_size(entry[1])
+        for entry in entries
+    )
+    first = [entry[0] for entry in entries] if is_plan else []
+    if not is_plan or any(later <= earlier for earlier, later in zip(first, first[1:], strict=False)):
+        yield (
+            f"recipe.resolution_schedule={show(plan)} is no schedule; it is a list of [epoch, pixels], by epoch. "
+            f"Use for example recipe.resolution_schedule=[[0,128],[30,192]]."
+        )
+    elif first and not 0 <= first[0] <= first[-1] < config.recipe.epochs:
+        yield (
+            f"recipe.resolution_schedule={show(plan)} names epochs {first[0]} to {first[-1]}, and recipe.epochs="
+            f"{config.recipe.epochs} ends before or begins after. Use epochs 0 to {config.recipe.epochs - 1}."
+        )
+
+
 def _plugins(config: Config) -> Iterator[str]:
     for name in config.plugins:
         if not all(part.isidentifier() for part in name.split(".")) or name.endswith(".py"):
@@ -126,39 +183,6 @@ def _pretrained(config: Config) -> Iterator[str]:
         yield (
             f"model.pretrained={start} is not a file (looked for from {Path.cwd()}); weights are read from one. "
             f"Use model.pretrained=<existing .safetensors, .pth, .pt or .bin>, or model.pretrained=true."
-        )
-
-
-def _data(config: Config) -> Iterator[str]:
-    scale = config.data.crop_scale
-    if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
-        yield (
-            f"data.crop_scale={show(scale)} is not a range of areas; it takes two shares of the image, "
-            f"0 < low <= high <= 1. Use for example data.crop_scale=[0.08,1.0]."
-        )
-    for name, low in (("mean", 0.0), ("std", 1e-9)):
-        values = getattr(config.data, name)
-        if values is not None and (len(values) != 3 or not all(low <= value <= 1 for value in values)):
-            yield (
-                f"data.{name}={show(values)} does not say what red, green and blue are scaled by; pixels lie between 0 "
-                f"and 1, so it takes three numbers of that range. Use for example data.{name}=[0.5,0.5,0.5]."
-            )
-    if config.data.source != "image_folder":
-        return
-    reads = "data.source=image_folder reads <data.root>/train/<class>/ and <data.root>/val/<class>/"
-    if config.data.root is None:
-        yield f"data.root is not set; {reads}. Use data.root=<folder>."
-        return
-    root = Path(config.data.root).expanduser()
-    if not root.is_dir():
-        yield f"data.root={root} is not a folder; {reads}. Use data.root=<existing folder>."
-        return
-    missing = [split for split in ("train", "val") if not (root / split).is_dir()]
-    if missing:
-        found = ", ".join(sorted(path.name for path in root.iterdir())[:8]) or "nothing"
-        yield (
-            f"data.root={root} has no {' and no '.join(missing)} folder (it holds {found}); {reads}. "
-            f"Use data.root=<folder with train/ and val/>."
         )
 
 

@@ -17,6 +17,9 @@ from vit_tp.config.schema import FIRST_HALF, SECOND_HALF, Config, list_knobs
 from vit_tp.config.types import close_names, fit, show
 from vit_tp.errors import ConfigError
 
+UNLEARNT = ("num_workers", "root", "prefetch", "timeout_s", "max_bad_fraction", "decoder_device")
+"""Knobs of the data group that change no sample."""
+
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Return plain nested dictionaries. *Inverse*: `from_dict`."""
@@ -72,7 +75,7 @@ def fingerprint(config: Config, dp_size: int | None = None) -> str:
     dropout), the micro-batch is part of what is learnt and joins. So does parallel.tp where masks are drawn inside
     attention or MLP, by each tensor-parallel rank for its heads and columns, and where not all channels are summed
     (recipe.sync=partial); and parallel.sequence, where dropout between blocks then draws for each token of a rank.
-    data.root is left out: the same data may lie elsewhere.
+    data.root is left out: the same data may lie elsewhere. So is how fast and how patiently it is read.
 
     Args:
         config: The whole configuration.
@@ -85,7 +88,7 @@ def fingerprint(config: Config, dp_size: int | None = None) -> str:
     values = _typed(config)
     learnt = {group: values[group] for group in FIRST_HALF}
     learnt["seed"] = config.run.seed
-    for knob in ("num_workers", "root"):
+    for knob in UNLEARNT:
         del learnt["data"][knob]
     if is_micro_batch_learnt(config):
         learnt["micro_batch_size"] = batch_plan(config, dp_size or config.parallel.dp or 1).micro_batch_size

@@ -16,6 +16,7 @@
     a log folder
       rank_00000.txt ...     all that a rank printed
       error.json             the first rank that failed, and how
+      unreadable_00000.jsonl ...  samples that a rank could not read, and why
 
 Does not know: what is in the files.
 """
@@ -95,3 +96,8 @@ def rank_log(log_folder: Path, rank: int) -> Path:
 def error_record(log_folder: Path) -> Path:
     """Return the file that the first failing rank writes."""
     return log_folder / "error.json"
+
+
+def unreadable_log(log_folder: Path, rank: int) -> Path:
+    """Return the file that names the samples that a rank could not read."""
+    return log_folder / f"unreadable_{rank:05d}.jsonl"

@@ -69,8 +69,8 @@ def load_or_replace(source: Source, key: SampleKey) -> Loaded:
         return Loaded(asked, sample, _faults(source, failed, source.name(asked.index)) if failed else ())
     last, reason = failed[-1]
     raise DataError(
-        f"{len(failed)} samples in a row cannot be read, the last of them {source.name(last.index)} ({reason}); that is "
-        f"no longer a broken file among good ones. Look at data.root and what it is mounted from."
+        f"{len(failed)} samples in a row cannot be read, the last of them {source.name(last.index)} ({reason}); that "
+        f"is no longer a broken file among good ones. Look at data.root and what it is mounted from."
     )
 
 

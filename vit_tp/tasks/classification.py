@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from vit_tp.config import Config
+from vit_tp.config import Config, eval_views
 from vit_tp.errors import ConfigError, DataError
 from vit_tp.parallel.columns import Columns
 from vit_tp.parallel.cross_entropy import cross_entropy
+from vit_tp.tasks.views import average_views
 
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 
@@ -30,10 +31,14 @@ class Classification(nn.Module):
         num_classes: Classes, K.
         smoothing: Label smoothing of hard targets in training. Soft targets come smoothed from the mixer.
         tp_group: The ranks that the classes are cut over; None where logits are whole.
+        views: Rows that one sample makes in evaluation; they follow one another.
     """
 
-    def __init__(self, num_classes: int, smoothing: float = 0.0, tp_group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self, num_classes: int, smoothing: float = 0.0, tp_group: ProcessGroup | None = None, views: int = 1
+    ) -> None:
         super().__init__()
+        self.views = views
         self.num_classes = num_classes
         self.smoothing = smoothing
         self.columns = Columns.over(tp_group, num_classes)
@@ -66,6 +71,7 @@ class Classification(nn.Module):
 
     @torch.no_grad()
     def _evaluate(self, logits: Tensor, targets: Tensor) -> Tensor:
+        logits, targets = average_views(logits, self.views, self.columns), targets[:: self.views]
         # where and clamp instead of indexing with the mask, which would make the host wait for the device
         is_sample = targets >= 0  # (B,)
         targets = targets.clamp(min=0)
@@ -114,7 +120,7 @@ def build_task(config: Config, num_classes: int, tp_group: ProcessGroup | None =
             f"task.name={config.task.name} is not a task that vit_tp knows; it knows classification. "
             f"Use task.name=classification."
         )
-    return Classification(num_classes, config.recipe.smoothing, tp_group)
+    return Classification(num_classes, config.recipe.smoothing, tp_group, eval_views(config))
 
 
 def _rank_of_target(logits: Tensor, targets: Tensor, columns: Columns) -> Tensor:

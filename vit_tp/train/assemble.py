@@ -14,19 +14,19 @@ import torch.distributed as dist
 
 from vit_tp.checkpoint.export import fill_from
 from vit_tp.checkpoint.pretrained import start_from
-from vit_tp.config import BatchPlan, Config, DataConfig, batch_plan, eval_batch_plan
-from vit_tp.data.loader import Batch, train_batches
+from vit_tp.config import BatchPlan, Config, DataConfig, batch_plan, eval_batch_plan, run_folder
+from vit_tp.config.folder import unreadable_log
+from vit_tp.data.faults import FaultLog
+from vit_tp.data.loader import Batch, Loading, eval_batches, train_batches
 from vit_tp.data.order import steps_per_epoch
 from vit_tp.data.sources import build_source, describe
-from vit_tp.data.spec import DataSpec, Source
+from vit_tp.data.spec import DataSpec, Form, Source, StreamSource
 from vit_tp.models.build import build_model, input_shape
 from vit_tp.models.dtypes import DTYPES
 from vit_tp.models.stages import stage_names
 from vit_tp.models.weights import FirstWeights
 from vit_tp.parallel.groups import Groups, build_groups, limit_waiting
-from vit_tp.parallel.rng import seed_from
 from vit_tp.parallel.topology import Topology
-from vit_tp.recipe.mixing import Mixer
 from vit_tp.recipe.optimizer import build_optimizer, is_frozen, param_groups
 from vit_tp.recipe.schedule import build_schedule
 from vit_tp.sharding.cutting import cutting_of
@@ -35,6 +35,8 @@ from vit_tp.tasks.classification import Classification, build_task
 from vit_tp.train.engine import VitEngine, evaluator, initialize
 from vit_tp.train.feed import Feed
 from vit_tp.train.pipeline import pipeline
+from vit_tp.train.prefetch import on_device
+from vit_tp.train.prepare import Preparations
 
 
 @dataclass
@@ -50,7 +52,7 @@ class Assembly:
         task: Loss and figures; where the loss is its sums are filled.
         engine: DeepSpeed's, with our sums and norm.
         feed: Where the engine's batches come from.
-        img_size: Height and width of the input in pixels.
+        input_size: Height and width of the input in pixels; of clips, the number of frames before them.
         all_stages: Names of all stages of the model.
     """
 
@@ -62,7 +64,7 @@ class Assembly:
     task: Classification
     engine: VitEngine
     feed: Feed
-    img_size: tuple[int, int]
+    input_size: tuple[int, ...]
     all_stages: list[str]
 
     @property
@@ -76,9 +78,20 @@ class Assembly:
         return whole if recipe.max_steps is None else min(whole, recipe.max_steps)
 
     @cached_property
-    def validation(self) -> Source:
+    def preparations(self) -> Preparations:
+        """What is done to pixels on their way into the model."""
+        return Preparations(self.config, self.spec, self.device, self.groups.place.dp * self.plan.grad_accum_steps)
+
+    @cached_property
+    def fault_log(self) -> FaultLog:
+        """What this rank could not read."""
+        path = unreadable_log(run_folder(self.config).log, self.groups.rank)
+        return FaultLog(path, self.config.data.max_bad_fraction, self.spec.num_train // self.plan.dp_size)
+
+    @cached_property
+    def validation(self) -> Source | StreamSource:
         """The validation split, opened once; on ranks that read."""
-        return build_source(self.config.data, "val", self.img_size, self.config.run.seed)
+        return build_source(self.config.data, self._form("val"))
 
     def schedule(self) -> Any:
         """Return the learning rate's course over this run's optimizer."""
@@ -87,28 +100,53 @@ class Assembly:
         )
 
     def training_batches(self, first_step: int = 0) -> Iterator[Batch] | None:
-        """Return this replica's micro-batches, mixed as the recipe says, on the rank that reads; None elsewhere."""
+        """Return this replica's micro-batches from a step on, on the rank that reads; None elsewhere."""
         if not self.feed.is_reader:
             return None
-        config, dp_rank = self.config, self.groups.place.dp
         batches = train_batches(
-            build_source(config.data, "train", self.img_size, config.run.seed),
+            build_source(self.config.data, self._form("train")),
             plan=self.plan,
-            dp_rank=dp_rank,
-            seed=config.run.seed,
+            dp_rank=self.groups.place.dp,
             first_step=first_step,
             last_step=self.total_steps,
-            num_workers=config.data.num_workers,
+            repeats=self.config.data.repeats,
+            loading=self._loading,
         )
-        mixer = Mixer(config.recipe.mixing, config.recipe.smoothing, self.spec.num_classes)
-        return self._mixed(batches, mixer, first_step) if mixer.is_on else batches
+        return on_device(self._watched(batches), self.device)
 
-    def _mixed(self, batches: Iterator[Batch], mixer: Mixer, first_step: int) -> Iterator[Batch]:
-        first = self.groups.place.dp * self.plan.grad_accum_steps
-        for index, (images, targets) in enumerate(batches):
-            step, own = divmod(index, self.plan.grad_accum_steps)
-            seed = seed_from(self.config.run.seed, first_step + step, first + own, "mix")
-            yield Batch(*mixer.mix(images, targets, seed))
+    def validation_batches(self) -> Iterator[Batch] | None:
+        """Return this replica's share of the validation set, on the rank that reads; None elsewhere."""
+        if not self.feed.is_reader:
+            return None
+        _, batches = eval_batches(
+            self.validation,
+            micro_batch_size=self.plan.eval_micro_batch_size,
+            dp_rank=self.groups.place.dp,
+            dp_size=self.plan.dp_size,
+            loading=self._loading,
+        )
+        return on_device(self._watched(batches), self.device)
+
+    def count_unreadable(self) -> int:
+        """Return how many samples could not be read so far, over all ranks. Collective over the world."""
+        count = torch.tensor([self.fault_log.num_bad], device=self.device)
+        dist.all_reduce(count)
+        return int(count)
+
+    @property
+    def _loading(self) -> Loading:
+        data = self.config.data
+        return Loading(data.num_workers, data.prefetch, pin_memory=self.device.type == "cuda")
+
+    def _form(self, split: str) -> Form:
+        *num_frames, height, width = self.input_size
+        frames = num_frames[0] if num_frames else None
+        return Form(split, self.config.run.seed, (height, width), frames)
+
+    def _watched(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self.fault_log.note(len(batch.targets), batch.faults)
+            yield batch
 
 
 def assemble(config: Config, topology: Topology, device: torch.device, weights: Path | None = None) -> Assembly:
@@ -157,9 +195,9 @@ def assemble(config: Config, topology: Topology, device: torch.device, weights: 
     else:
         engine = evaluator(pipe, plan.micro_batch_size, DTYPES[config.compute.dtype])
         limit_waiting(timeout)
-    _, _, *img_size = input_shape(model, 1)
+    _, _, *input_size = input_shape(model, 1)
     feed = Feed(groups, device, pipe.schedule.loss_rank(topology.pp))
-    return Assembly(config, spec, plan, groups, device, task, engine, feed, tuple(img_size), stage_names(model))
+    return Assembly(config, spec, plan, groups, device, task, engine, feed, tuple(input_size), stage_names(model))
 
 
 def _describe_once(data: DataConfig) -> DataSpec:

@@ -90,10 +90,10 @@ def describe_run(
     stages = plan_stages(model, plan.micro_batch_size, topology.tp, dtype, cutting)
     kept = describe_kept(matches, topology.tp, _held(stages), params)
     steps = steps_per_epoch(spec.num_train, plan.global_batch_size)
-    _, chans, height, width = input_shape(model, 1)
+    _, *sample_shape = input_shape(model, 1)
     return [
         f"model     {config.model.timm}{_changed(config)}: {params / 1e6:.2f} M parameters, "
-        f"{num_blocks(model)} blocks, input {chans} x {height} x {width}",
+        f"{num_blocks(model)} blocks, input {' x '.join(map(str, sample_shape))}",
         f"grid      tp={topology.tp} x pp={topology.pp} x dp={topology.dp} = {topology.world_size} processes, "
         f"{config.compute.dtype}" + (f", {parallel.schedule}" if topology.pp > 1 else ""),
         *([f"whole     {kept}"] if kept else []),
@@ -111,4 +111,5 @@ def describe_run(
         f"data      {config.data.source}: {spec.num_train} training and {spec.num_val} validation samples, "
         f"{spec.num_classes} classes, {steps} steps an epoch "
         f"({spec.num_train - steps * plan.global_batch_size} left over)",
+        *(f"data      {note}" for note in spec.notes),
     ]

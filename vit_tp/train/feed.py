@@ -1,14 +1,16 @@
 """Who reads samples, and who receives them?
 
-One process of each data-parallel replica reads, augments and mixes: tensor-parallel rank 0 of its first pipeline stage.
-Images go from there to its tp peers, targets straight to the stage that has the loss, one send for each micro-batch. A
-small header once a step tells the receivers the shapes, so a wrong size is an error and not a stale buffer.
+One process of each data-parallel replica reads: tensor-parallel rank 0 of its first pipeline stage. Images go from
+there to its tp peers as uint8, and each normalises, erases and mixes them alike; targets go straight to the stage that
+has the loss, one send for each micro-batch. A small header once a step tells the receivers the shapes, so a wrong size
+is an error and not a stale buffer.
 
 Does not know: models, losses, where batches come from.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from vit_tp.data.loader import Batch
 from vit_tp.errors import DataError
 from vit_tp.parallel.groups import Groups, feed_ranks
+from vit_tp.train.prepare import Preparation
 
 WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)
 MAX_DIMS = 5
@@ -32,6 +35,9 @@ class Feed:
         groups: This rank's peers.
         device: Where images are wanted; targets travel on the CPU.
         loss_rank: Pipeline rank that has the loss: the last one, or the first where the pipeline is folded.
+
+    Attributes:
+        waited_s: How long this rank has waited for its loader so far.
     """
 
     def __init__(self, groups: Groups, device: torch.device, loss_rank: int) -> None:
@@ -46,14 +52,18 @@ class Feed:
             if rank != self.reader and topology.coordinates(rank).pp in (0, loss_rank)
         ]
         self.target_ranks = [rank for rank in self.receivers if topology.coordinates(rank).pp == loss_rank]
+        self.waited_s = 0.0
         self._sends: list[tuple[dist.Work, Tensor]] = []  # a tensor must live until its send is done
 
-    def step(self, batches: Iterator[Batch] | None, num_micro_batches: int) -> Iterator[tuple[Tensor, Tensor]] | None:
+    def step(
+        self, batches: Iterator[Batch] | None, num_micro_batches: int, preparation: Preparation
+    ) -> Iterator[tuple[Tensor, Tensor]] | None:
         """Return what `train_batch` or `eval_batch` draws from, for one step. Collective over the receivers.
 
         Args:
-            batches: On the reader, its micro-batches; None elsewhere.
+            batches: On the reader, its micro-batches, their images on the device; None elsewhere.
             num_micro_batches: How many the step takes.
+            preparation: What is done to them.
 
         Returns:
             (images, targets) pairs, with an empty tensor in place of what this stage does not need; None on a middle
@@ -64,41 +74,59 @@ class Feed:
         self._sends.clear()
         if not (self.is_first or self.has_loss):
             return None
-        return self._read(batches, num_micro_batches) if self.is_reader else self._receive(num_micro_batches)
+        if self.is_reader:
+            return self._read(batches, num_micro_batches, preparation)
+        return self._receive(num_micro_batches, preparation)
 
-    def _read(self, batches: Iterator[Batch], num_micro_batches: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _read(
+        self, batches: Iterator[Batch], num_micro_batches: int, preparation: Preparation
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         sizes = None
         for index in range(num_micro_batches):
+            asked = time.perf_counter()
             batch = next(batches, None)
+            self.waited_s += time.perf_counter() - asked
             if batch is None:
                 raise DataError(
                     f"the loader of rank {self.reader} ran out at micro-batch {index} of {num_micro_batches}."
                 )
-            images, targets = batch.images.to(self.device).contiguous(), batch.targets.contiguous()
+            images = batch.images.contiguous()
+            targets = preparation.targets(batch.targets, images, index).contiguous()
             header = encode(images, targets)
             if sizes is None:
                 sizes = header
                 self._send(header, self.receivers)
             elif not torch.equal(header, sizes):
                 raise DataError(f"micro-batch {index} is {tuple(images.shape)}, unlike the first of its step.")
-            if self.groups.topology.tp > 1:
-                dist.broadcast(images, src=self.reader, group=self.groups.image_group)
             self._send(targets, self.target_ranks)
-            yield images, targets
+            seeds = self._share_seeds(batch.seeds, preparation)
+            yield preparation.images(self._share(images), seeds, index), targets
+
+    def _share(self, images: Tensor) -> Tensor:
+        """Give the tp peers of the first stage the reader's images."""
+        if self.groups.topology.tp > 1:
+            dist.broadcast(images, src=self.reader, group=self.groups.image_group)
+        return images
+
+    def _share_seeds(self, seeds: Tensor, preparation: Preparation) -> Tensor | None:
+        if not preparation.needs_seeds:
+            return None
+        return self._share(seeds.to(self.device)).cpu() if self.groups.topology.tp > 1 else seeds
 
     def _send(self, tensor: Tensor, ranks: list[int]) -> None:
         """Send without waiting: a last stage asks for targets only after its activations, which come from here."""
         self._sends += [(dist.isend(tensor, rank, group=self.groups.target_group), tensor) for rank in ranks]
 
-    def _receive(self, num_micro_batches: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _receive(self, num_micro_batches: int, preparation: Preparation) -> Iterator[tuple[Tensor, Tensor]]:
         header = torch.empty(HEADER_SIZE, dtype=torch.int64)
         dist.recv(header, self.reader, group=self.groups.target_group)
         (image_shape, image_dtype), (target_shape, target_dtype) = decode(header)
-        for _ in range(num_micro_batches):
+        for index in range(num_micro_batches):
             images = targets = torch.empty(0)
             if self.is_first:
-                images = torch.empty(image_shape, dtype=image_dtype, device=self.device)
-                dist.broadcast(images, src=self.reader, group=self.groups.image_group)
+                seeds = self._share_seeds(torch.empty(image_shape[0], dtype=torch.int64), preparation)
+                pixels = self._share(torch.empty(image_shape, dtype=image_dtype, device=self.device))
+                images = preparation.images(pixels, seeds, index)
             if self.has_loss:
                 targets = torch.empty(target_shape, dtype=target_dtype)
                 dist.recv(targets, self.reader, group=self.groups.target_group)

@@ -19,7 +19,8 @@ def train(run: Assembly, recorder: Recorder) -> dict[str, float]:
 
     for step in range(run.total_steps):
         schedule.step_update(step)
-        loss = engine.train_batch(run.feed.step(batches, run.plan.grad_accum_steps))
+        preparation = run.preparations.training(step)
+        loss = engine.train_batch(run.feed.step(batches, run.plan.grad_accum_steps, preparation))
         recorder.trained(step, loss, engine.get_lr()[0], engine.get_global_grad_norm())
 
         done, is_last = step + 1, step + 1 == run.total_steps
@@ -35,6 +36,7 @@ def train(run: Assembly, recorder: Recorder) -> dict[str, float]:
         **figures,
         "steps": run.total_steps,
         "samples": run.total_steps * run.plan.global_batch_size,
+        "unreadable": run.count_unreadable(),
         "samples_per_s": recorder.samples_per_s,
         "first_step_s": recorder.first_step_s,
         "train_and_eval_s": time.perf_counter() - started,

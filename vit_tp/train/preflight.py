@@ -99,7 +99,7 @@ def preflight(config: Config, training: bool = True, memory: DeviceMemory | None
         with complaints:
             start = open_pretrained(config.model, spec.num_classes, spec.in_chans).describe()
         with complaints:
-            _require_pixels_as_pretrained(model, config.data)
+            _require_pixels_as_pretrained(model, config.data, spec)
     has_sound_model, earlier = model is not None, len(complaints)
     if model is not None:
         with complaints:
@@ -164,9 +164,9 @@ def _require_memory(config: Config, model: nn.Module, spec: DataSpec, device: De
     return need
 
 
-def _require_pixels_as_pretrained(model: nn.Module, data: DataConfig) -> None:
+def _require_pixels_as_pretrained(model: nn.Module, data: DataConfig, spec: DataSpec) -> None:
     """Weights expect pixels scaled as in their training, and not all of them as ImageNet's are by default."""
-    if data.source != "image_folder":
+    if spec.in_chans != 3:
         return
     cfg = model.pretrained_cfg
     wanted = {"mean": list(cfg["mean"]), "std": list(cfg["std"])}

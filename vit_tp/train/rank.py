@@ -42,7 +42,7 @@ def train_rank(config: Config, env: RankEnv, console: TextIO) -> None:
         console: Where the progress bar goes.
     """
     started = time.perf_counter()
-    run = _join(config, env, None)
+    run = join(config, env, None)
     folder = run_folder(config)
     recorder = Recorder(
         folder.path,
@@ -53,6 +53,7 @@ def train_rank(config: Config, env: RankEnv, console: TextIO) -> None:
         console,
         is_writer=env.rank == 0,
         started=started,
+        waited_s=lambda: run.feed.waited_s,
     )
     figures = train(run, recorder)
     recorder.close()
@@ -71,7 +72,7 @@ def train_rank(config: Config, env: RankEnv, console: TextIO) -> None:
 def eval_rank(config: Config, env: RankEnv, folder: RunFolder) -> dict[str, Any]:
     """Evaluate a finished run's weights as one rank; return its figures."""
     started = time.perf_counter()
-    run = _join(config, env, folder.weights)
+    run = join(config, env, folder.weights)
     figures = {**evaluate(run), **_circumstances(run), "wall_s": time.perf_counter() - started}
     stop_communication()
     return figures
@@ -87,7 +88,7 @@ def _plot(folder: RunFolder) -> None:
         print(f"{folder.plot} was not drawn: {type(error).__name__}: {error}", flush=True)
 
 
-def _join(config: Config, env: RankEnv, weights: Path | None) -> Assembly:
+def join(config: Config, env: RankEnv, weights: Path | None) -> Assembly:
     topology = Topology(config.parallel.pp, config.parallel.dp, config.parallel.tp)
     topology.require_world(env.world_size)
     device = start_communication(timedelta(seconds=config.compute.timeout_s))

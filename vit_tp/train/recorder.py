@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -26,6 +27,7 @@ class Recorder:
         console: Where the progress bar goes.
         is_writer: True on the one rank that writes.
         started: `time.perf_counter()` when this rank began.
+        waited_s: Says how long this rank has waited for samples so far.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Recorder:
         console: TextIO,
         is_writer: bool,
         started: float,
+        waited_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.log, self.steps_per_epoch, self.global_batch_size = log, steps_per_epoch, global_batch_size
         self.total_steps, self.is_writer = total_steps, is_writer
@@ -46,6 +49,8 @@ class Recorder:
         self._since, self._steps_since = time.perf_counter(), 0
         self._train_s, self._steps = 0.0, 0
         self._started = started
+        self._waited_s, self._waited_before = waited_s, 0.0
+        self.data_wait = 0.0
         self.first_step_s = math.nan
         self.last_loss = math.nan
 
@@ -78,14 +83,15 @@ class Recorder:
         figures = {"loss": self.last_loss, "lr": lr, "samples_per_s": samples_per_s}
         self._progress.update(step + 1, **figures)
         if self._metrics:
-            self._metrics.write(step + 1, (step + 1) / self.steps_per_epoch, **figures, grad_norm=grad_norm)
+            epoch = (step + 1) / self.steps_per_epoch
+            self._metrics.write(step + 1, epoch, **figures, grad_norm=grad_norm, data_wait=self.data_wait)
 
     def evaluated(self, step: int, figures: dict[str, float]) -> None:
         """Note the figures of an evaluation after a step; its time does not count as training."""
         self._progress.update(step + 1, **figures)
         if self._metrics:
             self._metrics.write(step + 1, (step + 1) / self.steps_per_epoch, **figures)
-        self._since = time.perf_counter()
+        self._since, self._waited_before = time.perf_counter(), self._waited_s()
 
     def pause(self) -> None:
         """Take the time of training up to here, before something else begins."""
@@ -101,6 +107,8 @@ class Recorder:
         now = time.perf_counter()
         lap_s, steps = now - self._since, self._steps_since
         self._since, self._steps_since = now, 0
+        waited_s = self._waited_s()
+        self.data_wait, self._waited_before = (waited_s - self._waited_before) / lap_s, waited_s
         self._train_s += lap_s
         self._steps += steps
         return self.global_batch_size * steps / lap_s

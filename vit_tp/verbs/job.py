@@ -28,11 +28,13 @@ class Request:
         verb: Name of the verb.
         overrides: Words with an equals sign.
         config_file: --config-file.
+        subject: Of a verb that has several: what follows it.
     """
 
     verb: str
     overrides: list[str]
     config_file: Path | None
+    subject: str | None = None
 
 
 @dataclass(frozen=True)

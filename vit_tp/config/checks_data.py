@@ -1,0 +1,92 @@
+"""What is asked of the data group alone: where samples lie, and how they are cut, coloured and sampled.
+
+Does not know: what is in the files (data/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from vit_tp.config.batch import eval_views
+from vit_tp.config.schema import Config, DataConfig
+from vit_tp.config.types import show
+
+_FOLDERS = {
+    "image_folder": "data.source=image_folder reads <data.root>/train/<class>/ and <data.root>/val/<class>/",
+    "video_folder": "data.source=video_folder reads <data.root>/train/<class>/ or <data.root>/train.csv, and val alike",
+}
+
+
+def data_complaints(config: Config) -> Iterator[str]:
+    """Yield every complaint about the data group."""
+    yield from _numbers(config.data)
+    yield from _views(config)
+    yield from _root(config.data)
+
+
+def _numbers(data: DataConfig) -> Iterator[str]:
+    scale, ratio = data.crop_scale, data.crop_ratio
+    if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
+        yield (
+            f"data.crop_scale={show(scale)} is not a range of areas; it takes two shares of the image, "
+            f"0 < low <= high <= 1. Use for example data.crop_scale=[0.08,1.0]."
+        )
+    if len(ratio) != 2 or not 0 < ratio[0] <= ratio[1]:
+        yield (
+            f"data.crop_ratio={show(ratio)} is not a range of aspect ratios; it takes two numbers, 0 < low <= high. "
+            f"Use for example data.crop_ratio=[0.75,1.333]."
+        )
+    for name, low in (("mean", 0.0), ("std", 1e-9)):
+        values = getattr(data, name)
+        if values is not None and (len(values) != 3 or not all(low <= value <= 1 for value in values)):
+            yield (
+                f"data.{name}={show(values)} does not say what red, green and blue are scaled by; pixels lie between 0 "
+                f"and 1, so it takes three numbers of that range. Use for example data.{name}=[0.5,0.5,0.5]."
+            )
+    if data.eval_crops == 2:
+        yield (
+            "data.eval_crops=2 leaves out the middle; crops lie at both ends of the longer side and in its middle. "
+            "Use data.eval_crops=1 or data.eval_crops=3."
+        )
+    if data.tile_size is not None and data.source != "image_folder":
+        yield (
+            f"data.tile_size={data.tile_size} cuts windows out of images in a folder, and data.source={data.source} "
+            f"has none. Use data.tile_size=null, or data.source=image_folder."
+        )
+
+
+def _views(config: Config) -> Iterator[str]:
+    views, rows = eval_views(config), config.compute.eval_micro_batch_size
+    if rows is not None and rows >= 1 and views >= 1 and rows % views:
+        yield (
+            f"compute.eval_micro_batch_size={rows} is not a multiple of data.eval_clips={config.data.eval_clips} * "
+            f"data.eval_crops={config.data.eval_crops} = {views}; the views of a sample are averaged where they are "
+            f"computed. Use compute.eval_micro_batch_size={-(-rows // views) * views}."
+        )
+
+
+def _root(data: DataConfig) -> Iterator[str]:
+    if data.root is None:
+        if data.source in (*_FOLDERS, "image_tars", "video_tars"):
+            reads = _FOLDERS.get(data.source, f"data.source={data.source} reads data.train_shards and data.val_shards")
+            yield f"data.root is not set; {reads}. Use data.root=<folder>."
+        return
+    if data.source not in _FOLDERS:
+        return
+    reads, root = _FOLDERS[data.source], Path(data.root).expanduser()
+    if not root.is_dir():
+        yield f"data.root={root} is not a folder; {reads}. Use data.root=<existing folder>."
+        return
+    lists = [".csv"] if data.source == "video_folder" else []
+    missing = [
+        split
+        for split in ("train", "val")
+        if not (root / split).is_dir() and not any((root / f"{split}{ending}").is_file() for ending in lists)
+    ]
+    if missing:
+        found = ", ".join(sorted(path.name for path in root.iterdir())[:8]) or "nothing"
+        yield (
+            f"data.root={root} has no {' and no '.join(missing)} folder (it holds {found}); {reads}. "
+            f"Use data.root=<folder with train/ and val/>."
+        )
