@@ -51,16 +51,16 @@ def train_digits(pp: int, dp: int, tp: int, run_dir: str, overrides: dict[str, A
     load = Digits.load
     split = {1437: "train", 360: "val"}
 
-    def counted(self: Digits, index: int, epoch: int):
-        read.append((split[len(self)], epoch, index))
-        return load(self, index, epoch)
+    def counted(self: Digits, key):
+        read.append((split[len(self)], key.epoch, key.index))
+        return load(self, key)
 
     Digits.load = counted
     images, targets = [], []
     step = run.feed.step
 
-    def watched(batches, num_micro_batches):
-        pairs = step(batches, num_micro_batches)
+    def watched(batches, num_micro_batches, preparation):
+        pairs = step(batches, num_micro_batches, preparation)
         return None if pairs is None else _watch(pairs, images, targets)
 
     run.feed.step = watched

@@ -146,14 +146,17 @@ def test_misuse_is_refused_with_a_sentence(how, words):
 
 
 def short_feed() -> None:
+    from vit_tp.data.digits import SPEC
     from vit_tp.data.loader import Batch
     from vit_tp.parallel.groups import build_groups
     from vit_tp.parallel.topology import Topology
     from vit_tp.train.feed import Feed
+    from vit_tp.train.prepare import Normalise, Preparation
 
     feed = Feed(build_groups(Topology(pp=2)), torch.device("cpu"), loss_rank=1)
-    batches = iter([Batch(torch.ones(2, 3, 8, 8), torch.ones(2, dtype=torch.long))]) if feed.is_reader else None
-    for _ in feed.step(batches, 2):
+    whole = torch.ones(2, dtype=torch.long)
+    batches = iter([Batch(torch.ones(2, 1, 8, 8, dtype=torch.uint8), whole, whole)]) if feed.is_reader else None
+    for _ in feed.step(batches, 2, Preparation(Normalise(SPEC, feed.device))):
         pass
 
 

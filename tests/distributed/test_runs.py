@@ -122,12 +122,18 @@ def test_exported_weights_evaluate_alike_everywhere_and_load_in_stock_timm(dtype
 
 
 def stock_figures(model: torch.nn.Module) -> dict[str, float]:
-    from vit_tp.data.sources import build_source
+    from torchvision.transforms import Normalize
 
-    source = build_source(digits_config().data, "val", (8, 8), 0)
-    images, targets = zip(*(source.load(index, 0) for index in range(len(source))))
+    from vit_tp.data.digits import SPEC
+    from vit_tp.data.order import SampleKey
+    from vit_tp.data.sources import build_source
+    from vit_tp.data.spec import Form
+
+    source = build_source(digits_config().data, Form("val", 0, (8, 8)))
+    images, targets = zip(*(source.load(SampleKey(0, index)) for index in range(len(source))))
+    normalise = Normalize([255 * SPEC.mean[0]], [255 * SPEC.std[0]])  # torchvision's
     with torch.no_grad():
-        logits = model(torch.stack(images))
+        logits = model(normalise(torch.stack(images).float()))
     wanted = torch.tensor(targets)
     return {
         "eval/loss": torch.nn.functional.cross_entropy(logits, wanted).item(),

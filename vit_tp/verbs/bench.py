@@ -25,10 +25,7 @@ def launch(request: Request) -> int:
     from vit_tp.compose import compose, load_config, save_config
 
     require_subject(request)
-    if request.config_file is not None:
-        config = load_config(request.config_file)
-    else:
-        config = compose(request.overrides)
+    config = load_config(request.config_file) if request.config_file is not None else compose(request.overrides)
     check(config)
     config, where = place(config)
     check(config)
