@@ -33,6 +33,7 @@ def digits_config(**overrides: Any) -> Config:
 
 def train_digits(pp: int, dp: int, tp: int, run_dir: str, overrides: dict[str, Any], export: bool = False) -> dict:
     """Train on this rank; return the run's figures and what this rank read, received and held."""
+    import torch
     import torch.distributed as dist
 
     from vit_tp.checkpoint.export import save_weights
@@ -56,10 +57,11 @@ def train_digits(pp: int, dp: int, tp: int, run_dir: str, overrides: dict[str, A
         return load(self, key)
 
     Digits.load = counted
-    images, targets = [], []
+    images, targets, generators = [], [], []
     step = run.feed.step
 
     def watched(batches, num_micro_batches, preparation):
+        generators.append(_digest(torch.get_rng_state()))
         pairs = step(batches, num_micro_batches, preparation)
         return None if pairs is None else _watch(pairs, images, targets)
 
@@ -82,6 +84,7 @@ def train_digits(pp: int, dp: int, tp: int, run_dir: str, overrides: dict[str, A
         "read": read,
         "images": images,
         "targets": targets,
+        "generators": generators,
         "place": tuple(run.groups.place),
         "global_samples": run.engine.global_samples,
         "plan": run.plan,

@@ -63,6 +63,14 @@ def test_workers_change_nothing(one, tmp_path):
     assert ranks[0]["images"][: len(one["images"])] == one["images"]
 
 
+def test_the_rank_that_reads_draws_nothing_that_its_peers_do_not(tmp_path):
+    """P46: with loader processes, dropout and drop path, over the wrap of an epoch and an evaluation."""
+    dropped = {**DIGITS_VIT, "drop_rate": 0.1, "proj_drop_rate": 0.1, "drop_path_rate": 0.1}
+    few = {"recipe__global_batch_size": 512, "recipe__max_steps": 4, "compute__micro_batch_size": 256}
+    ranks = world((1, 1, 2), str(tmp_path), {**few, "model__kwargs": dropped, "data__num_workers": 2})
+    assert len(ranks[0]["generators"]) == 4 + 2 and ranks[0]["generators"] == ranks[1]["generators"]
+
+
 @pytest.mark.parametrize("grid", [(2, 1, 2), (2, 2, 1), (1, 2, 1), (1, 1, 1)])
 @pytest.mark.parametrize("size", [7, pytest.param(64, marks=pytest.mark.slow)])
 def test_evaluation_scores_each_sample_once_whatever_its_batch_size(grid, size, one, tmp_path):

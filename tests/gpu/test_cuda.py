@@ -61,3 +61,24 @@ def test_divided_and_recomputed_activations_change_nothing(tmp_path, tp, pp, wor
     grid = [f"parallel.tp={tp}", f"parallel.pp={pp}", "compute.device=cuda"]
     plain, other = losses(tmp_path, "plain", *grid), losses(tmp_path, "other", *grid, *words)
     assert other == pytest.approx(plain, rel=1e-3)
+
+
+def test_batches_come_to_the_device_one_ahead_and_whole():
+    """The copy of the next batch runs beside the work on this one; nothing is overwritten under way."""
+    from vit_tp.data.loader import Batch
+    from vit_tp.train.prefetch import on_device
+
+    device = torch.device("cuda", 0)
+    given = [torch.randint(0, 255, (4, 3, 256, 256), dtype=torch.uint8).pin_memory() for _ in range(20)]
+    drawn = []
+
+    def batches():
+        for images in given:
+            drawn.append(len(drawn))
+            yield Batch(images, torch.zeros(4), torch.zeros(4))
+
+    weights = torch.randn(4096, 4096, device=device)
+    for index, batch in enumerate(on_device(batches(), device)):
+        weights @ weights  # keeps the stream busy, so that a copy without an order would show
+        assert batch.images.device == device and torch.equal(batch.images.cpu(), given[index])
+        assert len(drawn) == min(index + 2, len(given))

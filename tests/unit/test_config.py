@@ -166,6 +166,67 @@ def test_all_complaints_come_at_once():
     assert len(complaints_of(config)) == 5
 
 
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"model__img_size": 0}, ["model.img_size=0 is no size", "model.img_size=224"]),
+        ({"model__img_size": [224]}, ["model.img_size=[224]", "[256,448]"]),
+        ({"model__img_size": "big"}, ["model.img_size=big"]),
+        ({"recipe__resolution_schedule": [[0, 32], [0, 64]]}, ["[[0,32],[0,64]] is no schedule"]),
+        ({"recipe__resolution_schedule": 32}, ["recipe.resolution_schedule=32 is no schedule"]),
+        ({"recipe__resolution_schedule": [[30, 32]]}, ["names epochs 30 to 30", "Use epochs 0 to 9"]),
+        ({"data__crop_ratio": [2.0, 1.0]}, ["data.crop_ratio=[2.0,1.0]", "0 < low <= high"]),
+        ({"data__eval_crops": 2}, ["data.eval_crops=2", "data.eval_crops=3"]),
+        ({"data__tile_size": 256}, ["data.tile_size=256", "data.source=digits has none"]),
+        ({"data__source": "image_tars"}, ["data.root is not set", "data.train_shards"]),
+        ({"data__source": "moving_digits"}, ["gives clips", "Use for example model.video.num_frames=16"]),
+        ({"model__video__num_frames": 8}, ["data.source=digits gives images", "data.source=moving_digits or"]),
+        (
+            {"data__source": "moving_digits", "model__video__num_frames": 7},
+            [
+                "model.video.num_frames=7 is not a multiple of model.video.tubelet_size=2",
+                "Use model.video.num_frames=6",
+            ],
+        ),
+        (
+            {
+                "data__source": "moving_digits",
+                "model__video__num_frames": 8,
+                "data__eval_clips": 2,
+                "data__eval_crops": 3,
+                "compute__eval_micro_batch_size": 8,
+            },
+            ["compute.eval_micro_batch_size=8 is not a multiple", "= 6", "Use compute.eval_micro_batch_size=12"],
+        ),
+    ],
+)
+def test_what_samples_cannot_look_like(knobs, words):
+    complaints = complaints_of(config_with(**knobs))
+    assert len(complaints) == 1
+    assert all(word in complaints[0] for word in words), complaints
+
+
+@pytest.mark.parametrize("size", [None, 96, [64, 128]])
+def test_an_input_may_be_wide(size):
+    check(config_with(model__img_size=size, recipe__resolution_schedule=[[0, 32], [5, [32, 64]]]))
+
+
+def test_rows_of_an_evaluation_are_whole_samples():
+    """Five views of a sample: micro-batches of 8 become 10 rows, those of 20 stay."""
+    video = {"data__source": "video_folder", "data__eval_clips": 5, "recipe__global_batch_size": 8}
+    assert batch_plan(config_with(**video), 1).eval_micro_batch_size == 10
+    assert eval_batch_plan(config_with(**video, compute__eval_micro_batch_size=20), 1).eval_micro_batch_size == 20
+    assert batch_plan(config_with(recipe__global_batch_size=8, data__eval_clips=5), 1).views == 1
+
+
+def test_how_samples_are_read_does_not_change_what_is_learnt():
+    first = fingerprint(Config())
+    for knob, value in {"prefetch": 9, "timeout_s": None, "max_bad_fraction": 0.5, "decoder_device": "cuda"}.items():
+        assert fingerprint(config_with(**{f"data__{knob}": value})) == first
+    for knob, value in {"decoder": "pyav", "num_streams": 4, "repeats": 3, "reduced_decode": "never"}.items():
+        assert fingerprint(config_with(**{f"data__{knob}": value})) != first
+
+
 def test_an_image_folder_without_its_splits_says_what_it_found(tmp_path):
     (tmp_path / "train").mkdir()
     (tmp_path / "test").mkdir()

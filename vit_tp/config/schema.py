@@ -155,7 +155,7 @@ class RecipeConfig:
     sync: str = knob("exact", "tensor-parallel sums: exact | partial: of some channels only, another model for each tp")
     sync_fraction: float = knob(0.5, "partial: share of the channels that is summed after attention and MLP")
     resolution_schedule: Any = knob(
-        [], "image size from an epoch on, for example [[0,128],[50,192]]; evaluation and last epochs: model.img_size"
+        [], "image size from an epoch on, for example [[0,128],[50,192],[80,224]]; evaluation: model.img_size"
     )
     clip_grad: float = knob(1.0, "clip the global gradient norm to this; 0 switches it off")
     freeze: list[str] = knob([], "shell patterns of timm parameter names that do not train, for example blocks.0.*")

@@ -1,2 +1,5 @@
 class Erasing: ...
-def build_erasing(data): return None
+
+
+def build_erasing(data):
+    return None

@@ -1,11 +1,12 @@
 """`vit-tp bench data`: is the data or the model the bottleneck? As the process that launches, or as a rank.
 
-Nothing is kept but what is printed. Does not know: how it is measured (train/bench.py).
+Nothing is kept but what is printed, and the logs where it failed. Does not know: how it is measured (train/bench.py).
 """
 
 from __future__ import annotations
 
 import copy
+import shutil
 import tempfile
 from collections.abc import Mapping
 
@@ -33,14 +34,15 @@ def launch(request: Request) -> int:
     from vit_tp.train.preflight import preflight
 
     print("\n".join(preflight(config).lines))
-    with tempfile.TemporaryDirectory(prefix="vit_tp_bench_") as scratch:
-        measured = _measured(config, scratch)
-        folder = run_folder(measured)
-        save_config(measured, folder.config)
-        arguments = rank_arguments("bench", folder.config, [SUBJECT])
-        code = start(measured, arguments, where, folder.result, folder.log)
-        if code == 0:
-            print("\n".join(verdict(read_result(folder.result))))
+    scratch = tempfile.mkdtemp(prefix="vit_tp_bench_")
+    measured = _measured(config, scratch)
+    folder = run_folder(measured)
+    save_config(measured, folder.config)
+    arguments = rank_arguments("bench", folder.config, [SUBJECT])
+    code = start(measured, arguments, where, folder.result, folder.log)
+    if code == 0:  # where it failed, its logs are wanted
+        print("\n".join(verdict(read_result(folder.result))))
+        shutil.rmtree(scratch)
     return code
 
 
