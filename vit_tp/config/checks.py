@@ -13,8 +13,9 @@ from typing import Any
 
 from vit_tp.config.batch import batch_plan
 from vit_tp.config.checks_data import data_complaints
+from vit_tp.config.checks_input import input_complaints
 from vit_tp.config.convert import from_dict, to_dict
-from vit_tp.config.limits import DECIDED_ELSEWHERE, LAYERWISE_OPTIMIZERS, NAMES, RANGES, RECOMPUTE, VIDEO_SOURCES
+from vit_tp.config.limits import DECIDED_ELSEWHERE, LAYERWISE_OPTIMIZERS, NAMES, RANGES, RECOMPUTE
 from vit_tp.config.schedules import SCHEDULES
 from vit_tp.config.schema import Config
 from vit_tp.config.types import close_names, show
@@ -33,7 +34,7 @@ def check(config: Config, training: bool = True) -> None:
     """
     typed = from_dict(to_dict(config))  # a wrong type would make the questions below meaningless
     complaints = [*_plugins(typed), *_names(typed), *_ranges(typed), *_run(typed), *_model(typed)]
-    complaints += [*_input_size(typed), *_resolutions(typed)]
+    complaints += [*input_complaints(typed)]
     complaints += [*data_complaints(typed), *_recipe(typed), *_parallel(typed), *_activations(typed)]
     if training:  # an evaluation takes the run's own weights, and what it started from may be gone
         complaints += _pretrained(typed)
@@ -103,61 +104,6 @@ def _model(config: Config) -> Iterator[str]:
     for key, reason in DECIDED_ELSEWHERE.items():
         if key in config.model.kwargs:
             yield f"model.kwargs.{key}={show(config.model.kwargs[key])} cannot be given; {reason}."
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and value >= 1
-
-
-def _is_img_size(value: Any) -> bool:
-    return _is_size(value) or (isinstance(value, list) and len(value) == 2 and all(map(_is_size, value)))
-
-
-def _input_size(config: Config) -> Iterator[str]:
-    size, video = config.model.img_size, config.model.video
-    if size is not None and not _is_img_size(size):
-        yield (
-            f"model.img_size={show(size)} is no size; it takes a number of pixels, or height and width. "
-            f"Use for example model.img_size=224 or model.img_size=[256,448]."
-        )
-    if video.num_frames and video.tubelet_size >= 1 and video.num_frames % video.tubelet_size:
-        fewer = video.num_frames // video.tubelet_size * video.tubelet_size
-        yield (
-            f"model.video.num_frames={video.num_frames} is not a multiple of "
-            f"model.video.tubelet_size={video.tubelet_size}; the last frames would make no token. "
-            f"Use model.video.num_frames={fewer or video.tubelet_size} or model.video.tubelet_size=1."
-        )
-    takes_clips = config.data.source in VIDEO_SOURCES
-    if takes_clips and video.num_frames is None:
-        yield (
-            f"data.source={config.data.source} gives clips and model.video.num_frames=null asks for images. "
-            f"Use for example model.video.num_frames=16."
-        )
-    if not takes_clips and video.num_frames is not None and config.data.source in NAMES["data.source"]:
-        yield (
-            f"data.source={config.data.source} gives images and model.video.num_frames={video.num_frames} asks for "
-            f"clips. Use model.video.num_frames=null, or data.source={' or '.join(VIDEO_SOURCES)}."
-        )
-
-
-def _resolutions(config: Config) -> Iterator[str]:
-    plan = config.recipe.resolution_schedule
-    entries = plan if isinstance(plan, list) else [plan]
-    is_plan = isinstance(plan, list) and all(
-        isinstance(entry, list) and len(entry) == 2 and type(entry[0]) is int and _is_img_size(entry[1])
-        for entry in entries
-    )
-    first = [entry[0] for entry in entries] if is_plan else []
-    if not is_plan or any(later <= earlier for earlier, later in zip(first, first[1:], strict=False)):
-        yield (
-            f"recipe.resolution_schedule={show(plan)} is no schedule; it is a list of [epoch, pixels], by epoch. "
-            f"Use for example recipe.resolution_schedule=[[0,128],[30,192]]."
-        )
-    elif first and not 0 <= first[0] <= first[-1] < config.recipe.epochs:
-        yield (
-            f"recipe.resolution_schedule={show(plan)} names epochs {first[0]} to {first[-1]}, and recipe.epochs="
-            f"{config.recipe.epochs} ends before or begins after. Use epochs 0 to {config.recipe.epochs - 1}."
-        )
 
 
 def _plugins(config: Config) -> Iterator[str]:

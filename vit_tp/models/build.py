@@ -17,13 +17,14 @@ from vit_tp.config import ModelConfig
 from vit_tp.errors import ConfigError
 
 
-def build_model(model: ModelConfig, num_classes: int, in_chans: int) -> nn.Module:
+def build_model(model: ModelConfig, num_classes: int, in_chans: int, is_resized: bool = False) -> nn.Module:
     """Return a timm model on meta.
 
     Args:
         model: Name, arguments and input size.
         num_classes: Width of the classifier, K.
         in_chans: Image channels.
+        is_resized: Whether images will have other sizes too, for which its position table is resampled in forward.
 
     Raises:
         ConfigError: If timm does not know the model, or refuses its arguments.
@@ -36,11 +37,19 @@ def build_model(model: ModelConfig, num_classes: int, in_chans: int) -> nn.Modul
     kwargs = {"num_classes": num_classes, "in_chans": in_chans, **model.kwargs}
     if model.img_size is not None:
         kwargs["img_size"] = model.img_size
+    if is_resized:
+        kwargs["dynamic_img_size"] = True
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # initialisers on meta warn that they do nothing
             return timm.create_model(model.timm, **kwargs)
     except (TypeError, ValueError, AssertionError, RuntimeError, ZeroDivisionError) as error:
+        if is_resized:
+            raise ConfigError(
+                f"recipe.resolution_schedule needs a model that resamples its position table in forward, and timm "
+                f"cannot build model.timm={model.timm} with dynamic_img_size=true: {error}. "
+                f"Use recipe.resolution_schedule=[], or a VisionTransformer or Eva model."
+            ) from error
         given = ", ".join(f"{key}={value}" for key, value in kwargs.items())
         raise ConfigError(
             f"timm cannot build model.timm={model.timm} with {given}: {error}. Change model.kwargs or model.img_size."

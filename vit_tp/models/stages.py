@@ -10,7 +10,7 @@ Does not know: ranks, groups, DeepSpeed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -182,13 +182,20 @@ def stage_names(model: nn.Module) -> list[str]:
     return ["embed", *(f"blocks.{i}" for i in range(len(model.get_submodule(layout.blocks)))), "head"]
 
 
-def count_tokens(model: nn.Module) -> dict[bool, int]:
+def count_tokens(model: nn.Module, input_size: Sequence[int] | None = None) -> dict[bool, int]:
     """Return how many tokens the embedding passes on, prefix tokens included: {is training: N}.
 
     Patch dropout makes them fewer in training.
+
+    Args:
+        model: The whole model.
+        input_size: (Y, X) or (T, Y, X); None: the model's own.
     """
     stage = copy.deepcopy(build_stage(model, "embed")).to("meta")
-    x = torch.empty(input_shape(model, 1), device="meta")
+    shape = input_shape(model, 1)
+    x = torch.empty(shape if input_size is None else (*shape[:2], *input_size), device="meta")
+    if input_size is not None and stage.img_size is not None:
+        stage.img_size = tuple(input_size)
     return {mode: stage.train(mode)(x).shape[1] for mode in (True, False)}
 
 

@@ -16,6 +16,7 @@ from vit_tp.checkpoint.export import fill_from
 from vit_tp.checkpoint.pretrained import start_from
 from vit_tp.config import BatchPlan, Config, DataConfig, batch_plan, eval_batch_plan, run_folder
 from vit_tp.config.folder import unreadable_log
+from vit_tp.config.sizes import resolution_schedule
 from vit_tp.data.faults import FaultLog
 from vit_tp.data.loader import Batch, Loading, eval_batches, train_batches
 from vit_tp.data.order import steps_per_epoch
@@ -99,6 +100,16 @@ class Assembly:
             self.engine.optimizer, self.config.recipe.schedule, self.steps_per_epoch, self.total_steps
         )
 
+    def arrange_for_(self, step: int | None) -> None:
+        """Arrange engine and stages for the images of a training step, or of an evaluation (None)."""
+        form = self._form("val" if step is None else "train")
+        if self._is_resized and self.engine.module.arrange_(form.size_at((step or 0) // self.steps_per_epoch)):
+            self.engine.reset_activation_shape()
+
+    @cached_property
+    def _is_resized(self) -> bool:
+        return bool(self.config.recipe.resolution_schedule)
+
     def training_batches(self, first_step: int = 0) -> Iterator[Batch] | None:
         """Return this replica's micro-batches from a step on, on the rank that reads; None elsewhere."""
         if not self.feed.is_reader:
@@ -141,7 +152,8 @@ class Assembly:
     def _form(self, split: str) -> Form:
         *num_frames, height, width = self.input_size
         frames = num_frames[0] if num_frames else None
-        return Form(split, self.config.run.seed, (height, width), frames)
+        schedule = resolution_schedule(self.config) if split == "train" else ()
+        return Form(split, self.config.run.seed, (height, width), frames, schedule)
 
     def _watched(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in batches:
@@ -162,7 +174,8 @@ def assemble(config: Config, topology: Topology, device: torch.device, weights: 
     load_plugins(config.plugins)
     spec = _describe_once(config.data)
     plan = (batch_plan if weights is None else eval_batch_plan)(config, topology.dp)
-    model = build_model(config.model, spec.num_classes, spec.in_chans)
+    resolutions = resolution_schedule(config)
+    model = build_model(config.model, spec.num_classes, spec.in_chans, is_resized=bool(resolutions))
     for name, param in model.named_parameters():
         param.requires_grad_(not is_frozen(name, config.recipe.freeze))
     timeout = timedelta(seconds=config.compute.timeout_s)
@@ -184,6 +197,7 @@ def assemble(config: Config, topology: Topology, device: torch.device, weights: 
         embed_weight=config.parallel.embed_weight,
         head_weight=config.parallel.head_weight,
         **vars(cutting),
+        img_sizes=[size for _, size in resolutions],
         seed=config.run.seed,
         fill=fill,
         groups=groups,

@@ -72,6 +72,7 @@ def _draw(run: Assembly, batches: Iterator[Batch] | None, num_steps: int) -> lis
 
 
 def _train(run: Assembly, batches: Iterator[Batch] | None, num_steps: int) -> None:
+    run.arrange_for_(0)
     for step in range(num_steps):
         pairs = run.feed.step(batches, run.plan.grad_accum_steps, run.preparations.training(step))
         run.engine.train_batch(pairs)

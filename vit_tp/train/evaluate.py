@@ -17,6 +17,7 @@ def evaluate(run: Assembly) -> dict[str, float]:
     batches = run.validation_batches()
     run.engine.share_buffers_()
     run.task.reset()
+    run.arrange_for_(None)
     run.engine.reset_activation_shape()  # micro-batches of evaluation may be larger or smaller than in training
     run.engine.eval_batch(
         run.feed.step(batches, num_micro_batches, run.preparations.evaluation()),

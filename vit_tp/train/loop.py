@@ -19,6 +19,7 @@ def train(run: Assembly, recorder: Recorder) -> dict[str, float]:
 
     for step in range(run.total_steps):
         schedule.step_update(step)
+        run.arrange_for_(step)
         preparation = run.preparations.training(step)
         loss = engine.train_batch(run.feed.step(batches, run.plan.grad_accum_steps, preparation))
         recorder.trained(step, loss, engine.get_lr()[0], engine.get_global_grad_norm())

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from vit_tp.config.schedules import SCHEDULES, Schedule
 from vit_tp.errors import ConfigError
+from vit_tp.models.build import input_shape
 from vit_tp.models.costs import stage_bounds
 from vit_tp.models.heap import trim_heap
-from vit_tp.models.stages import TABLES, BlockStage, Stage, Tables, count_tokens, stage_names
+from vit_tp.models.sizes import UNARRANGED, Arrangement, arrange
+from vit_tp.models.stages import TABLES, BlockStage, Stage, Tables, stage_names
 from vit_tp.models.weights import Fill, FirstWeights, materialise
 from vit_tp.parallel.groups import Groups, build_groups
 from vit_tp.parallel.regions import Region
@@ -107,7 +109,7 @@ class VitPipeline(PipelineModule):
         clock: Shared with the stages.
         no_decay: timm names of the parameters that get no weight decay, of the whole model.
         region: Where partial sums are exchanged.
-        num_tokens: {is training: N} of the stream.
+        arrangements: Input sizes that the stages can be arranged for -> what they must know of each; first the model's.
     """
 
     schedule: Schedule = SCHEDULES["1f1b"]
@@ -122,7 +124,7 @@ class VitPipeline(PipelineModule):
         clock: Clock,
         no_decay: set[str],
         region: Region,
-        num_tokens: dict[bool, int],
+        arrangements: Sequence[Arrangement],
     ) -> None:
         self._bounds = list(bounds)  # read by _partition_layers while nn.Module is set up
         topology = groups.topology
@@ -136,7 +138,9 @@ class VitPipeline(PipelineModule):
         self.groups = groups
         self.clock = clock
         self.no_decay = no_decay
-        self.region, self.num_tokens = region, num_tokens
+        self.region = region
+        self._arrangements = {one.input_size[-2:]: one for one in arrangements}
+        self._arranged = arrangements[0]
         if groups.place.pp > 0:
             for param in self.table_parameters():
                 count_elsewhere(param)
@@ -152,11 +156,23 @@ class VitPipeline(PipelineModule):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.clock.next_micro_batch(self.active_phase)
-        planned = self.num_tokens.get(self.training, 0)
+        planned = self._arranged.num_tokens.get(self.training, 0)
         self.region.resume(planned)
         out = super().forward(x)
         self.region.require(planned)
         return out
+
+    def arrange_(self, img_size: tuple[int, int]) -> bool:
+        """Arrange the stages for images of another size, given to `pipeline`; return whether anything changed.
+
+        Args:
+            img_size: Height and width in pixels. The engine's activation shapes must be reset after a change.
+        """
+        arrangement = self._arrangements[img_size]
+        is_other, self._arranged = arrangement is not self._arranged, arrangement
+        for stage in self.stages if is_other else []:
+            arrangement.apply_(stage)
+        return is_other
 
     @property
     def chunks(self) -> list[list[Stage]]:
@@ -231,6 +247,7 @@ def pipeline(
     cut_head_from: int = CUT_HEAD_FROM,
     gather_logits: bool = True,
     indivisible: str = "refuse",
+    img_sizes: Sequence[tuple[int, int]] = (),
     seed: int = 0,
     fill: Fill | None = None,
     groups: Groups | None = None,
@@ -255,6 +272,7 @@ def pipeline(
         gather_logits: Give `loss_fn` whole logits (B, K) from a cut classifier too. False cuts the classifier whatever
             its number of classes and gives this rank's columns (B, ceil(K/tp)), for `vit_tp.ShardedCrossEntropy`.
         indivisible: Where tp does not divide heads or MLP width: "refuse", or "mlp_only" to keep such modules whole.
+        img_sizes: Other heights and widths that images will have, of a model with timm's dynamic_img_size.
         seed: Of weights and of all randomness in forward.
         fill: Where the weights of a model on meta come from; None draws them by `seed`.
         groups: This rank's peers where they exist already.
@@ -275,9 +293,11 @@ def pipeline(
     groups = groups or build_groups(topology)
     exchange, clock = cutting.build_region(groups.tp_group), Clock(seed=seed)
     builder = StageBuilder(model, fill or FirstWeights(seed), exchange, clock, cutting)
-    num_tokens = count_tokens(model) if exchange.divides_tokens else {}
+    _, _, *own_size = input_shape(model, 1)
+    sizes = dict.fromkeys([tuple(own_size[-2:]), *img_sizes])
+    arrangements = [arrange(model, size) for size in sizes] if exchange.divides_tokens or img_sizes else [UNARRANGED]
     specs = [StageSpec(builder, name) for name in stage_names(model)]
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its topology
         return PIPELINES[schedule](
-            specs, bounds, groups, loss_fn, clock, no_decay_names(model), region=exchange, num_tokens=num_tokens
+            specs, bounds, groups, loss_fn, clock, no_decay_names(model), region=exchange, arrangements=arrangements
         )

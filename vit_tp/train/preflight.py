@@ -14,6 +14,7 @@ from torch import nn
 from vit_tp.checkpoint.pretrained import open_pretrained
 from vit_tp.config import BatchPlan, Config, DataConfig, batch_plan, check, eval_batch_plan
 from vit_tp.config.schedules import SCHEDULES
+from vit_tp.config.sizes import resolution_schedule
 from vit_tp.config.types import show
 from vit_tp.data.order import steps_per_epoch
 from vit_tp.data.sources import describe
@@ -22,6 +23,7 @@ from vit_tp.errors import ConfigError, VitTpError
 from vit_tp.models.build import build_model, input_shape
 from vit_tp.models.costs import stage_bounds
 from vit_tp.models.dtypes import DTYPES, require_castable
+from vit_tp.models.sizes import arrange
 from vit_tp.models.stages import build_stage, stage_names
 from vit_tp.parallel.topology import Topology
 from vit_tp.plan.limits import DeviceMemory
@@ -93,7 +95,10 @@ def preflight(config: Config, training: bool = True, memory: DeviceMemory | None
     if spec:
         with complaints:
             require_cuttable(config.model.timm)
-            model = build_model(config.model, spec.num_classes, spec.in_chans)
+            model = build_model(config.model, spec.num_classes, spec.in_chans, bool(resolution_schedule(config)))
+    for _, size in resolution_schedule(config) if model is not None else ():
+        with complaints:
+            arrange(model, size)
     start = None
     if model is not None and training and config.model.pretrained is not None:
         with complaints:
