@@ -6,7 +6,7 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator, Sequence
 
-from deepspeed.pipe import DualPipeVModule, PipelineModule
+from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
@@ -25,7 +25,19 @@ from vit_tp.recipe.optimizer import no_decay_names
 from vit_tp.sharding.cutting import CUT_HEAD_FROM, Cutting
 from vit_tp.sharding.placement import count_elsewhere
 from vit_tp.train.communication import start_communication
-from vit_tp.train.specs import ScalarLoss, StageBuilder, StageSpec
+from vit_tp.train.parts import ScalarLoss, StageBuilder
+
+
+class StageSpec(LayerSpec):
+    """A stage that is made when DeepSpeed builds it, on the ranks that hold it only."""
+
+    def __init__(self, builder: StageBuilder, name: str) -> None:
+        super().__init__(Stage)
+        self.builder: StageBuilder | None = builder
+        self.name = name
+
+    def build(self, log: bool = False) -> Stage:
+        return self.builder.build(self.name)
 
 
 class VitPipeline(PipelineModule):

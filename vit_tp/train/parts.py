@@ -1,6 +1,6 @@
-"""What DeepSpeed's PipelineModule is handed: stages that are made where they are held, and a loss that is one number.
+"""What a pipeline is made of: stages that are filled and cut where they are held, and a loss that is one number.
 
-Does not know: which rank holds which stage.
+Does not know: which rank holds which stage, DeepSpeed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from vit_tp.errors import ConfigError
@@ -53,18 +52,6 @@ class StageBuilder:
         cut_stage_(stage, self.region, self.cutting)
         trim_heap()
         return stage
-
-
-class StageSpec(LayerSpec):
-    """A stage that is made when DeepSpeed builds it, on the ranks that hold it only."""
-
-    def __init__(self, builder: StageBuilder, name: str) -> None:
-        super().__init__(Stage)
-        self.builder: StageBuilder | None = builder
-        self.name = name
-
-    def build(self, log: bool = False) -> Stage:
-        return self.builder.build(self.name)
 
 
 class ScalarLoss(nn.Module):
