@@ -1,5 +1,0 @@
-class Erasing: ...
-
-
-def build_erasing(data):
-    return None
