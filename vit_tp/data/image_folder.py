@@ -1,50 +1,53 @@
-"""How is a folder of images read, augmented and normalised?
+"""Which images does a folder hold, and of which class is each?
 
     <data.root>/train/<class>/<image>      <data.root>/val/<class>/<image>
 
-Files, classes and their order are found by timm's own reader, so class numbers agree with those of timm's scripts; the
-transforms are timm's. What timm passes over in silence (an unreadable image, an image outside a class folder, a class
-folder without images, a validation class that training lacks) is refused here by name.
+Files, classes and their order are found by timm's own reader, so class numbers agree with those of timm's scripts. What
+timm passes over in silence (an image outside a class folder, a class folder without images, a validation class that
+training lacks) is refused here by name. With data.tile_size each window of each image is a sample.
 
-Does not know: batches, ranks, the model.
+Does not know: how an image is read and augmented (images.py), batches, ranks, the model.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections import Counter
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from PIL import Image
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
 from timm.data.readers.img_extensions import get_img_extensions
 from timm.data.readers.reader_image_folder import find_images_and_targets
 from timm.utils.misc import natural_key
-from torch import Tensor
 
 from vit_tp.config import DataConfig
-from vit_tp.data.sampling import sample_randomness
-from vit_tp.data.spec import DataSpec
+from vit_tp.data.boxes import Box, Grid, WidthHeight
+from vit_tp.data.images import ImagePipeline, picture_size
+from vit_tp.data.order import SampleKey
+from vit_tp.data.spec import DataSpec, Form, Sample
+from vit_tp.data.transforms import IN_CHANS, normalisation
 from vit_tp.errors import ConfigError, DataError
 
-IN_CHANS = 3
 SPLITS = ("train", "val")
+EXTENSIONS = frozenset(get_img_extensions()) | {".webp", ".bmp", ".tif", ".tiff"}
 _SHOWN = 5
+_HEADER_THREADS = 16
 
 
 def describe_image_folder(data: DataConfig) -> DataSpec:
-    """Count images and classes without opening an image.
+    """Count images and classes without opening an image; with data.tile_size, windows, from the images' headers.
 
     Args:
-        data: The data group of the config; root and the augmentation knobs are read.
+        data: The data group of the config.
 
     Raises:
-        ConfigError: data.root is missing, or timm refuses an augmentation knob.
+        ConfigError: data.root is missing, timm refuses an augmentation knob, or a package is missing.
         DataError: The folder is not laid out as the module says; every complaint, one a line.
     """
     root = _root(data)
-    build_transform(data, "train", (32, 32))  # timm parses its policy strings here, whatever the size
+    for split in SPLITS:
+        ImagePipeline(data, Form(split, 0, (32, 32)))  # timm parses its policy strings here, whatever the size
     complaints = []
     found: dict[str, list[tuple[str, str]]] = {}
     for split in SPLITS:
@@ -66,44 +69,27 @@ def describe_image_folder(data: DataConfig) -> DataSpec:
             )
     if complaints:
         raise DataError("\n".join(complaints))
-    return DataSpec(len(found["train"]), len(found["val"]), len(train), IN_CHANS)
+    mean, std = normalisation(data)
+    counts, notes = {}, []
+    for split in SPLITS:
+        counts[split], of_split = _count([path for path, _ in found[split]], data)
+        notes += [f"{root / split}: {note}" for note in of_split]
+    return DataSpec(counts["train"], counts["val"], len(train), IN_CHANS, mean, std, notes=tuple(notes))
 
 
-def build_transform(data: DataConfig, split: str, img_size: tuple[int, int]) -> Callable[[Image.Image], Tensor]:
-    """Build timm's transform from the knobs of the config.
-
-    Args:
-        data: The data group of the config.
-        split: "train": random crop, flip and what the knobs ask for; "val": resize and centre crop.
-        img_size: Height and width (Y, X) of the result, in pixels.
-
-    Raises:
-        ConfigError: timm refuses a knob.
-    """
-    is_training = split == "train"
-    try:
-        return create_transform(
-            (IN_CHANS, *img_size),
-            is_training=is_training,
-            scale=tuple(data.crop_scale),
-            hflip=data.hflip,
-            color_jitter=data.color_jitter or None,
-            auto_augment=data.auto_augment,
-            # timm's "random" picks bilinear or bicubic for each training image; an evaluation needs one of them.
-            interpolation="bicubic" if data.interpolation == "random" and not is_training else data.interpolation,
-            re_prob=data.random_erasing,
-            re_mode="pixel",
-            crop_pct=data.eval_crop,
-            mean=tuple(data.mean or IMAGENET_DEFAULT_MEAN),
-            std=tuple(data.std or IMAGENET_DEFAULT_STD),
-        )
-    except (AssertionError, KeyError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"data.auto_augment={data.auto_augment}, data.interpolation={data.interpolation}, "
-            f"data.crop_scale={list(data.crop_scale)} and data.color_jitter={data.color_jitter} do not make a timm "
-            f"transform ({type(error).__name__}: {error or 'assertion failed'}). Use for example "
-            f"data.auto_augment=rand-m9-mstd0.5-inc1 or null, data.interpolation=bicubic, data.crop_scale=[0.08,1.0]."
-        ) from error
+def _count(paths: list[str], data: DataConfig) -> tuple[int, list[str]]:
+    """Return the samples of a split, and what a person should know about its images."""
+    notes = []
+    num_tiffs = sum(path.lower().endswith((".tif", ".tiff")) for path in paths)
+    if num_tiffs and importlib.util.find_spec("tifffile") is None:
+        notes.append(f"{num_tiffs} TIFFs; those with tiles or levels need pip install 'vit-tp[tiff]'")
+    if data.tile_size is None:
+        return len(paths), notes
+    sizes = _sizes(paths, data)
+    unread = [path for path, size in zip(paths, sizes) if size is None]
+    if unread:
+        notes.append(f"{len(unread)} of {len(paths)} images have no header that can be read ({_listed(unread)})")
+    return len(Grid(sizes, _tile_size(data))), notes
 
 
 class ImageFolder:
@@ -111,46 +97,75 @@ class ImageFolder:
 
     Args:
         data: The data group of the config.
-        split: "train" or "val".
-        img_size: Height and width (Y, X) of an image, in pixels.
-        seed: run.seed, for the augmentation.
+        form: Which split, and what its images are to look like.
+
+    Raises:
+        ConfigError: A knob cannot work.
+        DataError: The split holds no image.
     """
 
-    def __init__(self, data: DataConfig, split: str, img_size: tuple[int, int], seed: int) -> None:
+    in_chans, views = IN_CHANS, 1
+
+    def __init__(self, data: DataConfig, form: Form) -> None:
         root = _root(data)
+        self.form = form
         # The folders of training number the classes, also where val holds only some of them. describe() has made sure
         # that each holds images, so timm would number them alike, but only after walking through all of training.
         self.class_to_idx = {name: index for index, name in enumerate(_class_folders(root / "train"))}
-        self._samples, _ = find_images_and_targets(str(root / split), class_to_idx=self.class_to_idx)
-        if not self._samples:
-            raise DataError(f"{root / split} holds no image; there is nothing to read. Use another data.root.")
-        self._transform = build_transform(data, split, img_size)
-        self._is_random = split == "train"
-        self._img_size = tuple(img_size)
-        self._seed = seed
-
-    @property
-    def sample_shape(self) -> tuple[int, int, int]:
-        """Shape (3, Y, X) of every image."""
-        return (IN_CHANS, *self._img_size)
+        folder = root / form.split
+        self._images, _ = find_images_and_targets(str(folder), types=EXTENSIONS, class_to_idx=self.class_to_idx)
+        if not self._images:
+            raise DataError(f"{folder} holds no image; there is nothing to read. Use another data.root.")
+        self._pipeline = ImagePipeline(data, form)
+        self._grid = None
+        if data.tile_size is not None:
+            self._grid = Grid(_sizes([path for path, _ in self._images], data), _tile_size(data))
 
     def __len__(self) -> int:
-        """Return the number of images."""
-        return len(self._samples)
+        """Return the number of images, or of their windows."""
+        return len(self._images) if self._grid is None else len(self._grid)
 
-    def load(self, index: int, epoch: int) -> tuple[Tensor, int]:
-        """Read, augment and normalise one image; see Source.load."""
-        path, label = self._samples[index]
-        with Image.open(path) as file:
-            image = file.convert("RGB")
-        if not self._is_random:
-            return self._transform(image), label
-        with sample_randomness(self._seed, epoch, index):
-            return self._transform(image), label
+    def load(self, key: SampleKey) -> Sample:
+        """Read and augment one image or window; see Source.load."""
+        (path, label), window = self._find(key.index)
+        return Sample(self._pipeline.load(path, key, window), label)
 
     def name(self, index: int) -> str:
-        """Return the path of an image."""
-        return self._samples[index][0]
+        """Return the path of an image, and where in it the window lies: rows, then columns."""
+        (path, _), window = self._find(index)
+        return path if window is None else f"{path} [{window.top}:{window.bottom}, {window.left}:{window.right}]"
+
+    def _find(self, index: int) -> tuple[tuple[str, int], Box | None]:
+        if self._grid is None:
+            return self._images[index], None
+        image, window = self._grid.window(index)
+        return self._images[image], window
+
+
+def _tile_size(data: DataConfig) -> int:
+    assert data.tile_size is not None
+    if data.tile_size < 1:
+        raise ConfigError(
+            f"data.tile_size={data.tile_size} is not the side of a window; images are cut into windows of so many "
+            f"pixels, each of them a sample. Use for example data.tile_size=512, or null for whole images."
+        )
+    return data.tile_size
+
+
+def _sizes(paths: list[str], data: DataConfig) -> list[WidthHeight | None]:
+    """Return width and height of each image; None where its header cannot be read."""
+
+    def size_of(path: str) -> WidthHeight | None:
+        try:
+            return picture_size(path, data.timeout_s)
+        except ConfigError:
+            raise  # a package is missing: no image of the kind can be read
+        except Exception:
+            return None
+
+    # Threads, because most of it is waiting for files.
+    with ThreadPoolExecutor(_HEADER_THREADS) as pool:
+        return list(pool.map(size_of, paths))
 
 
 def _root(data: DataConfig) -> Path:
@@ -170,7 +185,7 @@ def _root(data: DataConfig) -> Path:
 
 def _scan(folder: Path) -> list[tuple[str, str]]:
     """Return (path, class name) of each image below a split's folder, in no order."""
-    samples, class_to_idx = find_images_and_targets(str(folder), sort=False)
+    samples, class_to_idx = find_images_and_targets(str(folder), types=EXTENSIONS, sort=False)
     class_names = {index: class_name for class_name, index in class_to_idx.items()}
     return [(path, class_names[index]) for path, index in samples]
 
@@ -182,7 +197,7 @@ def _class_folders(folder: Path) -> list[str]:
 
 def _layout_complaints(folder: Path, samples: list[tuple[str, str]]) -> list[str]:
     """Say what is wrong with a split's folder. timm would take any leaf folder's name for a class."""
-    extensions = " ".join(sorted(get_img_extensions()))
+    extensions = " ".join(sorted(EXTENSIONS))
     class_names = _class_folders(folder)
     if not class_names:
         return [f"{folder} holds no class folder; each class is a folder of images. Make {folder}/<class>/<image>."]
