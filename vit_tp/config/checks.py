@@ -234,7 +234,7 @@ def _batch(config: Config) -> Iterator[str]:
         yield from error.complaints
         return
     mixing, micro = config.recipe.mixing, plan.micro_batch_size
-    if (mixing.mixup_alpha > 0 or mixing.cutmix_alpha > 0) and micro % 2:
+    if (mixing.mixup_alpha > 0 or mixing.cutmix_alpha > 0 or mixing.cutmix_minmax is not None) and micro % 2:
         yield (
             f"compute.micro_batch_size={micro} is odd; mixup and cutmix mix images in pairs. "
             f"Use compute.micro_batch_size={micro + 1} and a recipe.global_batch_size that it divides, "

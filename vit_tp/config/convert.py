@@ -106,7 +106,7 @@ def is_micro_batch_learnt(config: Config) -> bool:
     """Say whether the size of a micro-batch changes the loss curve."""
     mixing = config.recipe.mixing
     drawn = any("drop" in key and key.endswith("rate") and rate for key, rate in config.model.kwargs.items())
-    return drawn or mixing.mixup_alpha > 0 or mixing.cutmix_alpha > 0
+    return drawn or mixing.mixup_alpha > 0 or mixing.cutmix_alpha > 0 or mixing.cutmix_minmax is not None
 
 
 def is_one_model(config: Config) -> bool:

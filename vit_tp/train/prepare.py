@@ -9,13 +9,13 @@ Does not know: files, who receives what (feed.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from vit_tp.config import Config
-from vit_tp.data.erasing import Erasing, build_erasing
+from vit_tp.data.erasing import Erasing
 from vit_tp.data.spec import DataSpec
 from vit_tp.parallel.rng import seed_from
 from vit_tp.recipe.mixing import Mixer
@@ -96,7 +96,6 @@ class Preparation:
         return seed_from(self.seed, self.step, self.first + index, "mix")
 
 
-@dataclass(frozen=True)
 class Preparations:
     """Makes the preparation of each step of one replica.
 
@@ -107,22 +106,23 @@ class Preparations:
         first: Global number of this replica's first micro-batch of a step.
     """
 
-    config: Config
-    spec: DataSpec
-    device: torch.device
-    first: int
-
-    def __post_init__(self) -> None:
-        recipe = self.config.recipe
-        mixer = Mixer(recipe.mixing, recipe.smoothing, self.spec.num_classes)
-        object.__setattr__(self, "_normalise", Normalise(self.spec, self.device))
-        object.__setattr__(self, "_erasing", build_erasing(self.config.data))
-        object.__setattr__(self, "_mixer", mixer if mixer.is_on else None)
+    def __init__(self, config: Config, spec: DataSpec, device: torch.device, first: int) -> None:
+        recipe, data = config.recipe, config.data
+        mixer = Mixer(recipe.mixing, recipe.smoothing, spec.num_classes)
+        erasing = Erasing(data.random_erasing, data.erasing_mode, data.erasing_count)
+        self._evaluation = Preparation(Normalise(spec, device))
+        self._training = replace(
+            self._evaluation,
+            erasing=erasing if erasing.is_on else None,
+            mixer=mixer if mixer.is_on else None,
+            seed=config.run.seed,
+            first=first,
+        )
 
     def training(self, step: int) -> Preparation:
         """Return what is done to the micro-batches of one optimizer step."""
-        return Preparation(self._normalise, self._erasing, self._mixer, self.config.run.seed, self.first, step)
+        return replace(self._training, step=step)
 
     def evaluation(self) -> Preparation:
         """Return what is done to the micro-batches of an evaluation."""
-        return Preparation(self._normalise)
+        return self._evaluation
