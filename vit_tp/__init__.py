@@ -20,10 +20,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vit_tp.models.video_build import video_model
     from vit_tp.parallel.cross_entropy import ShardedCrossEntropy
     from vit_tp.parallel.groups import build_groups
     from vit_tp.parallel.topology import Topology
-    from vit_tp.models.video_build import video_model
     from vit_tp.sharding.convert import shard_
     from vit_tp.sharding.gradients import finish_gradients_
     from vit_tp.sharding.rule import ShardRule

@@ -17,6 +17,7 @@ from vit_tp.config.limits import DECIDED_ELSEWHERE, LAYERWISE_OPTIMIZERS, NAMES,
 from vit_tp.config.schedules import SCHEDULES
 from vit_tp.config.schema import Config
 from vit_tp.config.types import close_names, show
+from vit_tp.config.video import video_complaints
 from vit_tp.errors import ConfigError
 
 
@@ -101,6 +102,18 @@ def _model(config: Config) -> Iterator[str]:
     for key, reason in DECIDED_ELSEWHERE.items():
         if key in config.model.kwargs:
             yield f"model.kwargs.{key}={show(config.model.kwargs[key])} cannot be given; {reason}."
+    size = config.model.img_size
+    sides = size if isinstance(size, list) else [1 if size is None else size]
+    if (isinstance(size, list) and len(sides) != 2) or not all(map(_is_length, sides)):
+        yield (
+            f"model.img_size={show(size)} is no size of an input; it is pixels of both sides, or of height and width. "
+            f"Use for example model.img_size=224, model.img_size=[224,448], or model.img_size=null."
+        )
+    yield from video_complaints(config.model.video)
+
+
+def _is_length(side: Any) -> bool:
+    return type(side) is int and side >= 1
 
 
 def _plugins(config: Config) -> Iterator[str]:

@@ -23,7 +23,7 @@ def video_complaints(video: VideoConfig, knob: str = "model.video.") -> Iterator
         knob: How a field is typed: "model.video." on a command line, "" in a call of `vit_tp.video_model`.
     """
     frames, tubelet = video.num_frames, video.tubelet_size
-    if frames is None:
+    if frames is None or frames < 1 or tubelet < 1:  # said elsewhere
         return
     if frames % tubelet:
         fewer, more = frames // tubelet * tubelet, -(-frames // tubelet) * tubelet

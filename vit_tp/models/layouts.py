@@ -182,7 +182,6 @@ LAYOUTS: dict[type[nn.Module], Layout] = {
 }
 
 
-
 _VIT, _EVA = LAYOUTS[VisionTransformer], LAYOUTS[Eva]
 LAYOUTS |= {
     VideoVisionTransformer: replace(_VIT, embed=(*_VIT.embed, "time_embed")),

@@ -180,9 +180,9 @@ def _require_model(model: nn.Module, video: VideoConfig, knob: str) -> None:
     keeps_all = type(model.patch_drop) in (nn.Identity, type(None))
     if not keeps_all and (video.attention != "joint" or kind is Eva):
         raise ConfigError(
-            f"patch_drop_rate={model.patch_drop.prob:g} leaves frames with patches at different places, and {kind.__name__} "
-            f"with {knob}attention={video.attention} needs the same ones in all frames. Use patch_drop_rate=0, or "
-            f"{knob}attention=joint with a VisionTransformer."
+            f"patch_drop_rate={model.patch_drop.prob:g} leaves frames with patches at different places, and "
+            f"{kind.__name__} with {knob}attention={video.attention} needs the same ones in all frames. "
+            f"Use patch_drop_rate=0, or {knob}attention=joint with a VisionTransformer."
         )
     if video.position == "sincos" and model.embed_dim % 2:
         raise ConfigError(

@@ -29,16 +29,18 @@ class TubeletEmbed(PatchEmbed):
     num_times: int
 
     def forward(self, x: Tensor) -> Tensor:
-        _, _, num_frames, height, width = self._require_clip(x)
+        self._require_clip(x)
         if self.dynamic_img_pad:
             rows, columns = self.patch_size
-            x = F.pad(x, (0, -width % columns, 0, -height % rows))
+            x = F.pad(x, (0, -x.shape[4] % columns, 0, -x.shape[3] % rows))
         for dim, side in ((2, self.tubelet_size), (4, self.patch_size[0]), (6, self.patch_size[1])):
             x = x.unflatten(dim, (-1, side))
         x = x.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4)  # (B, T/t, Y/p, X/p, channels * t * p * p)
         return self.norm(F.linear(x, self.proj.weight.flatten(1), self.proj.bias))
 
-    def set_input_size(self, img_size: tuple[int, int] | None = None, patch_size: tuple[int, int] | None = None) -> None:
+    def set_input_size(
+        self, img_size: tuple[int, int] | None = None, patch_size: tuple[int, int] | None = None
+    ) -> None:
         """Take images of another size; patches keep theirs.
 
         Raises:
@@ -46,12 +48,12 @@ class TubeletEmbed(PatchEmbed):
         """
         if patch_size is not None and tuple(patch_size) != self.patch_size:
             raise ConfigError(
-                f"patch_size={patch_size} cannot be set on a video model, whose kernel is {tuple(self.proj.kernel_size)}"
-                f"; timm resamples kernels of images only. Set it on the image model, before it becomes a video model."
+                f"patch_size={patch_size} cannot be set on a video model, whose kernel is {self.proj.kernel_size}; "
+                f"timm resamples kernels of images only. Set it on the image model, before it becomes a video model."
             )
         super().set_input_size(img_size)
 
-    def _require_clip(self, x: Tensor) -> torch.Size:
+    def _require_clip(self, x: Tensor) -> None:
         num_frames = self.num_times * self.tubelet_size
         if x.ndim != 5 or x.shape[2] != num_frames:
             raise ConfigError(
@@ -67,10 +69,9 @@ class TubeletEmbed(PatchEmbed):
             )
         if not self.dynamic_img_pad and any(side % patch for side, patch in zip(size, self.patch_size)):
             raise ConfigError(
-                f"frames are {size[0]} x {size[1]}, which patches of {self.patch_size[0]} x {self.patch_size[1]} do not "
-                f"divide; pixels would be left over. Use a model.img_size that they divide."
+                f"frames are {size[0]} x {size[1]}, which patches of {self.patch_size[0]} x {self.patch_size[1]} do "
+                f"not divide; pixels would be left over. Use a model.img_size that they divide."
             )
-        return x.shape
 
 
 @torch.no_grad()
