@@ -11,6 +11,7 @@ The verbs for people with their own loop, imported when first used, so that `imp
     Topology(pp, dp, tp)                 the grid of ranks
     build_groups(topology)               this rank's peers, where they are wanted before the pipeline
     register_rule(kind, ShardRule(...))  how a class of yours is cut
+    video_model(model, num_frames)       a timm image model that takes clips, before it is cut
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vit_tp.models.video_build import video_model
     from vit_tp.parallel.cross_entropy import ShardedCrossEntropy
     from vit_tp.parallel.groups import build_groups
     from vit_tp.parallel.topology import Topology
@@ -43,6 +45,7 @@ _HOMES = {
     "pipeline": "vit_tp.train.pipeline",
     "register_rule": "vit_tp.sharding.rules",
     "shard_": "vit_tp.sharding.convert",
+    "video_model": "vit_tp.models.video_build",
 }
 __all__ = [
     "ShardRule",
@@ -55,6 +58,7 @@ __all__ = [
     "pipeline",
     "register_rule",
     "shard_",
+    "video_model",
 ]
 
 

@@ -1,6 +1,7 @@
 """Weights as timm names them, in safetensors, written and read one stage at a time.
 
-    <run>/export/model.safetensors                        small models: one file, loads in stock timm strictly
+    <run>/export/model.safetensors                        small models: one file, loads in stock timm strictly (a video
+                                                          model's in the model of `vit_tp.video_model`)
     <run>/export/model-00001-of-00014.safetensors ...     others: one file for each stage, and
     <run>/export/model.safetensors.index.json             which tensor lies in which file
 
@@ -9,6 +10,7 @@ Neither end ever needs more memory than one whole stage. Does not know: DeepSpee
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -30,6 +32,7 @@ from vit_tp.sharding.state import full_tensor
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MARK = "vit_tp.not_for_stock_timm"  # in the files' metadata: why
+VIDEO = "vit_tp.video"  # in the files' metadata: what made a video model of the image model, as JSON
 MAX_SINGLE_FILE_BYTES = 2 * 1024**3
 
 
@@ -52,18 +55,25 @@ def save_weights(
         mark: Why they are no weights for stock timm, where they are not; `open_pretrained` then refuses them.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    names = [TABLES, *all_stages]
+    names, metadata = [TABLES, *all_stages], _metadata(stages, mark)
     is_writer = groups.place.tp == 0 and groups.place.dp == 0
     for stage in stages:
         whole = {
             name: _whole(tensor, weights_of, groups).cpu().contiguous() for name, tensor in stage.named_timm_tensors()
         }
         if is_writer and whole:
-            _save(whole, folder / _part(names, stage.name), mark)
+            _save(whole, folder / _part(names, stage.name), metadata)
     dist.barrier()
     if groups.rank == 0:
-        _finish(folder, [path for name in names if (path := folder / _part(names, name)).exists()], mark)
+        _finish(folder, [path for name in names if (path := folder / _part(names, name)).exists()], metadata)
     dist.barrier()
+
+
+def _metadata(stages: list[Stage], mark: str | None) -> dict[str, str]:
+    """Return what the files say of themselves, the same on every rank."""
+    found = {"format": "pt"} | ({MARK: mark} if mark else {})
+    video = next((video for stage in stages if (video := getattr(stage.inner, "video", None)) is not None), None)
+    return found if video is None else {**found, VIDEO: json.dumps(dataclasses.asdict(video))}
 
 
 def _whole(tensor: Tensor, weights_of: Callable[[nn.Parameter], Tensor], groups: Groups) -> Tensor:
@@ -130,8 +140,8 @@ def _read(file: Path, name: str, param: Tensor) -> Tensor:
     return saved
 
 
-def _save(tensors: dict[str, Tensor], path: Path, mark: str | None) -> None:
-    save_file(tensors, path, metadata={"format": "pt", **({MARK: mark} if mark else {})})
+def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    save_file(tensors, path, metadata=metadata)
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)  # safetensors would keep it from everybody else
@@ -141,13 +151,13 @@ def _part(all_stages: list[str], name: str) -> str:
     return f"model-{all_stages.index(name) + 1:05d}-of-{len(all_stages):05d}.safetensors"
 
 
-def _finish(folder: Path, parts: list[Path], mark: str | None) -> None:
+def _finish(folder: Path, parts: list[Path], metadata: dict[str, str]) -> None:
     if sum(part.stat().st_size for part in parts) <= MAX_SINGLE_FILE_BYTES:
         whole: dict[str, Tensor] = {}
         for part in parts:
             whole |= load_file(part)
         with replacing(folder / WEIGHTS) as unfinished:
-            _save(whole, unfinished, mark)
+            _save(whole, unfinished, metadata)
         for part in parts:
             part.unlink()
         return

@@ -5,12 +5,14 @@ Names and shapes only. Does not know: files, timm's filters.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from vit_tp.checkpoint.clips import KERNEL, ForClips
 from vit_tp.errors import CheckpointError
 
 NAMED_AT_MOST = 10
@@ -27,6 +29,7 @@ class Fitted:
         computed: Names of the model's whose tensors timm's filter computed from others of the checkpoint.
         remade: Names of the model's that the checkpoint does not fill: of classifiers.
         idle: Names of the checkpoint's that fill nothing, or that went into `computed`.
+        clips: What a video model made of an image model's weights; None for other models.
     """
 
     source: str
@@ -35,6 +38,7 @@ class Fitted:
     computed: Sequence[str]
     remade: Sequence[str]
     idle: Sequence[str]
+    clips: ForClips | None = None
 
     def describe(self) -> str:
         """Return one line for a person."""
@@ -44,11 +48,19 @@ class Fitted:
         loaded = [f"{len(self.weights)} loaded"]
         loaded += [f"resized {_some(resized)}"] if resized else []
         loaded += [f"computed {_some(self.computed)}"] if self.computed else []
+        loaded += self._of_clips() if self.clips else []
         parts = [", ".join(loaded)]
+        parts += [f"new {_some(_alike(self.clips.new))}"] if self.clips and self.clips.new else []
         parts += [f"re-made {_some(self.remade)}"] if self.remade else []
         ignored = "computed from or ignored" if self.computed else "ignored"
         parts += [f"{ignored} {_some(self.idle)}"] if self.idle else []
         return f"{self.source}: {'; '.join(parts)}"
+
+    def _of_clips(self) -> Iterator[str]:
+        if self.clips.inflated:
+            yield f"inflated {KERNEL} ({self.clips.inflated}, {_shape(self.weights[KERNEL].shape)})"
+        if self.clips.copied:
+            yield f"copied {_some(dict.fromkeys(f'{_any(o)} to {_any(n)}' for n, o in self.clips.copied.items()))}"
 
 
 def fit(
@@ -59,6 +71,7 @@ def fit(
     model: nn.Module,
     classifiers: Sequence[str],
     is_strict: bool,
+    clips: ForClips | None = None,
 ) -> Fitted:
     """Compare a checkpoint with a model.
 
@@ -71,11 +84,12 @@ def fit(
         classifiers: Names of the modules that give logits. One that the checkpoint has for another number of classes,
             or not at all, is to be made anew.
         is_strict: False where the model's family says that a pooling that is switched off leaves weights over.
+        clips: Of a video model, where the weights came from.
 
     Raises:
         CheckpointError: Names the tensors that are missing, surplus, or of another shape or type.
     """
-    wanted, weights = model.state_dict(), dict(weights)
+    wanted, weights, new = model.state_dict(), dict(weights), clips.new if clips else ()
     remade = [name for head in classifiers for name in _parts_to_make_anew(head, wanted, weights)]
     idle = [name for name in remade if name in weights]
     if not is_strict:
@@ -83,7 +97,7 @@ def fit(
     for name in idle:
         del weights[name]
     found = {
-        "missing": [name for name in wanted if name not in weights and name not in remade],
+        "missing": [name for name in wanted if name not in weights and name not in (*remade, *new)],
         "surplus": [name for name in weights if name not in wanted],
         "of another shape": [
             f"{name} ({_shape(weights[name].shape)} there, {_shape(tensor.shape)} in the model)"
@@ -102,7 +116,7 @@ def fit(
             f"{source} does not fit model.timm={model_name}: {counts}. Each tensor must come from somewhere and go "
             f"somewhere. Use the model.timm and model.kwargs that it was saved with, or another model.pretrained."
         )
-    return _account(source, file, weights, remade, idle)
+    return _account(source, file, weights, remade, [*idle, *(clips.idle if clips else ())], clips)
 
 
 def _parts_to_make_anew(head: str, wanted: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:
@@ -116,7 +130,12 @@ def _parts_to_make_anew(head: str, wanted: Mapping[str, Tensor], weights: Mappin
 
 
 def _account(
-    source: str, file: Mapping[str, Any], weights: Mapping[str, Tensor], remade: list[str], idle: list[str]
+    source: str,
+    file: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    remade: list[str],
+    idle: list[str],
+    clips: ForClips | None,
 ) -> Fitted:
     """Tell renamed tensors, which lie where they lay in the file, from computed ones."""
     there = dict(_tensors(file))
@@ -128,13 +147,14 @@ def _account(
         resized={
             name: tuple(there[name].shape)
             for name, tensor in weights.items()
-            if name in there and there[name].shape != tensor.shape
+            if name in there and there[name].shape != tensor.shape and not (name == KERNEL and clips and clips.inflated)
         },
         computed=[name for name, t in weights.items() if name not in there and t.data_ptr() not in addresses],
         remade=remade,
         idle=sorted(
             n for n, t in there.items() if n not in remade and (n in idle or not (n in weights or t.data_ptr() in used))
         ),
+        clips=clips,
     )
 
 
@@ -150,6 +170,15 @@ def _some(names: Iterable[str]) -> str:
     names = list(names)
     others = len(names) - NAMED_AT_MOST
     return ", ".join(names[:NAMED_AT_MOST]) + (f" and {others} more" if others > 0 else "")
+
+
+def _any(name: str) -> str:
+    """Return a name with any number in it, and without the tensor's own."""
+    return re.sub(r"\.\d+\.", ".*.", name).rpartition(".")[0] or name
+
+
+def _alike(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(map(_any, names)))
 
 
 def _shape(shape: Iterable[int]) -> str:

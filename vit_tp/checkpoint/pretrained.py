@@ -27,9 +27,11 @@ from timm.models import _builder
 from torch import Tensor, nn
 from torch.utils.serialization import config as serialization
 
+from vit_tp.checkpoint.clips import KERNEL, as_clips, as_images, for_clips
 from vit_tp.checkpoint.export import mark_of
 from vit_tp.checkpoint.fitting import Fitted, fit
 from vit_tp.config import ModelConfig
+from vit_tp.config.schema import VideoConfig
 from vit_tp.errors import CheckpointError, ConfigError, VitTpError
 from vit_tp.models.build import build_model
 from vit_tp.models.stages import Stage
@@ -111,15 +113,25 @@ def open_pretrained(model: ModelConfig, num_classes: int, in_chans: int) -> Fitt
         raise
     except Exception as error:  # whatever a foreign file makes of unpickling, the hub, and timm's filters
         raise _unreadable(error, source, model) from error
-    classifiers = cfg.get("classifier") or ()
+    classifiers, fitted, clips = cfg.get("classifier") or (), call.model, None
+    if model.video.num_frames is not None:
+        fitted = build_model(model, num_classes, in_chans)
+        clips = for_clips(source, weights, call.model, fitted)
+        weights = clips.weights
+    elif (kernel := weights.get(KERNEL)) is not None and kernel.ndim == 5:
+        raise CheckpointError(
+            f"{source} is of a video model whose tokens cover {kernel.shape[2]} frames, and model.video.num_frames is "
+            f"null; an image has no frames for it. Use model.video.num_frames and the other choices it was made with."
+        )
     return fit(
         source,
         model.timm,
         file,
         weights,
-        call.model,
+        fitted,
         classifiers=(classifiers,) if isinstance(classifiers, str) else tuple(classifiers),
         is_strict=call.arguments["strict"],
+        clips=clips,
     )
 
 
@@ -144,7 +156,8 @@ def _recorded_call(model: ModelConfig, num_classes: int, in_chans: int) -> LoadC
     def note(model: nn.Module, **arguments: Any) -> None:
         calls.append(LoadCall(model, arguments))
 
-    asking = dataclasses.replace(model, kwargs={**model.kwargs, "pretrained": True})
+    # Of a video model the image model is asked: timm's filters know images.
+    asking = dataclasses.replace(model, kwargs={**model.kwargs, "pretrained": True}, video=VideoConfig())
     with _replaced(_builder, "load_pretrained", note):
         built = build_model(asking, num_classes, in_chans)
     own = [call for call in calls if call.model is built]  # hybrids ask for their backbone's too, which theirs replace
@@ -178,10 +191,14 @@ def _location(path: Path) -> dict[str, Any]:
 def _let_timm_load(call: LoadCall, cfg: Mapping[str, Any], file: dict[str, Any]) -> dict[str, Tensor]:
     """Return what timm would hand to the model's `load_state_dict`; `file` receives what it was before the filter."""
     loaded: dict[str, Tensor] = {}
-    own_filter = call.arguments["filter_fn"]
+    own_filter, frames = call.arguments["filter_fn"], []
 
     def filter_fn(state_dict: dict[str, Any], *model: nn.Module) -> dict[str, Any]:
         file.update(state_dict)
+        kernel = state_dict.get(KERNEL)
+        if isinstance(kernel, Tensor) and kernel.ndim == 5:  # an export of a video model
+            frames.append(kernel.shape[2])
+            state_dict = {**state_dict, KERNEL: as_images(kernel)}
         return state_dict if own_filter is None else own_filter(state_dict, *model)
 
     def note(state_dict: Mapping[str, Tensor], strict: bool = True) -> SimpleNamespace:
@@ -204,6 +221,8 @@ def _let_timm_load(call: LoadCall, cfg: Mapping[str, Any], file: dict[str, Any])
                 _builder.load_pretrained(call.model, **arguments)
         except LocalEntryNotFoundError:
             _builder.load_pretrained(call.model, **arguments)
+    if frames:
+        loaded[KERNEL] = as_clips(loaded[KERNEL], *frames)
     return loaded
 
 

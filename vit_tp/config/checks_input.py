@@ -11,11 +11,13 @@ from vit_tp.config.limits import NAMES, VIDEO_SOURCES
 from vit_tp.config.schema import Config
 from vit_tp.config.sizes import is_size, resolution_schedule, size_of
 from vit_tp.config.types import show
+from vit_tp.config.video import video_complaints
 
 
 def input_complaints(config: Config) -> Iterator[str]:
     """Yield every complaint about the model's input."""
     yield from _input_size(config)
+    yield from video_complaints(config.model.video)
     yield from _resolutions(config)
 
 
@@ -25,13 +27,6 @@ def _input_size(config: Config) -> Iterator[str]:
         yield (
             f"model.img_size={show(size)} is no size; it takes a number of pixels, or height and width. "
             f"Use for example model.img_size=224 or model.img_size=[256,448]."
-        )
-    if video.num_frames and video.tubelet_size >= 1 and video.num_frames % video.tubelet_size:
-        fewer = video.num_frames // video.tubelet_size * video.tubelet_size
-        yield (
-            f"model.video.num_frames={video.num_frames} is not a multiple of "
-            f"model.video.tubelet_size={video.tubelet_size}; the last frames would make no token. "
-            f"Use model.video.num_frames={fewer or video.tubelet_size} or model.video.tubelet_size=1."
         )
     takes_clips = config.data.source in VIDEO_SOURCES
     if takes_clips and video.num_frames is None:

@@ -22,6 +22,11 @@ def patch_grid(owner: nn.Module, img_size: Grid) -> Grid:
     return tuple(owner.patch_embed.dynamic_feat_size(img_size))
 
 
+def frame_grid(owner: nn.Module, clip_size: tuple[int, int, int]) -> Grid:
+    """Of each frame; tables of clips know how many there are."""
+    return patch_grid(owner, clip_size[1:])
+
+
 def naflex_grid(owner: nn.Module, img_size: Grid) -> Grid:
     return tuple(owner.embeds.dynamic_feat_size(img_size))
 
@@ -110,6 +115,10 @@ def class_token_of_convit(around: nn.Module, index: int, x: Tensor, grid: Grid) 
 
 def norm_then_head(model: nn.Module, x: Tensor, grid: Grid) -> Tensor:
     return model.forward_head(model.norm(x))
+
+
+def pooled_frames_then_head(model: nn.Module, x: Tensor, grid: Grid) -> Tensor:
+    return model.forward_head(x)
 
 
 def neck_then_head(model: nn.Module, x: Tensor, grid: Grid) -> Tensor:

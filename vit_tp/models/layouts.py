@@ -9,7 +9,7 @@ Does not know: ranks, groups, DeepSpeed, weights.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from timm.models.beit import Beit
 from timm.models.cait import Cait
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from vit_tp.errors import ConfigError
 from vit_tp.models import families
 from vit_tp.models.families import Grid
+from vit_tp.models.video import FactorisedVisionTransformer, VideoEva, VideoVisionTransformer
 
 Arguments = Callable[[nn.Module, int, Tensor, Grid], dict[str, Tensor | int]]
 """(what stands around the blocks, index, (B, N, C), grid) -> arguments of that block, "x" where timm changes it."""
@@ -177,6 +178,18 @@ LAYOUTS: dict[type[nn.Module], Layout] = {
         families.norm_then_head,
         arguments=families.class_token_of_convit,
         of_block=lambda model: {"cls_token": min(model.local_up_to_layer, len(model.blocks) - 1)},
+    ),
+}
+
+
+_VIT, _EVA = LAYOUTS[VisionTransformer], LAYOUTS[Eva]
+LAYOUTS |= {
+    VideoVisionTransformer: replace(_VIT, embed=(*_VIT.embed, "time_embed")),
+    VideoEva: replace(_EVA, embed=(*_EVA.embed, "time_embed"), grid=families.frame_grid),
+    FactorisedVisionTransformer: replace(
+        _VIT,
+        head=(*_VIT.head, "time_embed", "time_blocks"),
+        finish=families.pooled_frames_then_head,
     ),
 }
 

@@ -73,13 +73,14 @@ class Tables(Stage):
 
 
 class EmbedStage(Stage):
-    """(B, channels, Y, X) -> (B, N, C).
+    """(B, channels, Y, X) -> (B, N, C), or of clips (B, channels, T, Y, X).
 
     Args:
-        img_size: Height and width in pixels that the blocks' tables are made for; None takes any.
+        img_size: Height and width in pixels that the blocks' tables are made for, of clips frames before them; None
+            takes any.
     """
 
-    def __init__(self, inner: nn.Module, name: str, clock: Clock | None, img_size: Grid | None) -> None:
+    def __init__(self, inner: nn.Module, name: str, clock: Clock | None, img_size: tuple[int, ...] | None) -> None:
         super().__init__(inner, name, clock)
         self.img_size = img_size
 
@@ -237,7 +238,7 @@ def build_stage(model: nn.Module, name: str, clock: Clock | None = None, tables:
     return BlockStage(shell, name, clock, tables or build_stage(model, TABLES, clock), layout, grid)
 
 
-def require_images(x: object, img_size: Grid | None) -> None:
+def require_images(x: object, img_size: tuple[int, ...] | None) -> None:
     """Raise unless x is a batch of images of the size that the stages were laid out for.
 
     Raises:
@@ -248,9 +249,9 @@ def require_images(x: object, img_size: Grid | None) -> None:
             f"a pipeline was given a {type(x).__name__}; its stages pass on one tensor of one shape, which patches of "
             f"many sizes do not make. Use images of one size, or vit_tp.shard_, which takes NaFlex dicts."
         )
-    if img_size is not None and tuple(x.shape[-2:]) != img_size:
+    if img_size is not None and tuple(x.shape[2:]) != img_size:
         raise ConfigError(
-            f"images are {' x '.join(map(str, x.shape[-2:]))} and the stages were laid out for "
+            f"images are {' x '.join(map(str, x.shape[2:]))} and the stages were laid out for "
             f"{' x '.join(map(str, img_size))}; the position tables of the blocks would not fit. "
             f"Use images of that size, or another model.img_size."
         )

@@ -17,6 +17,7 @@ from torch import nn
 from vit_tp.errors import ConfigError
 from vit_tp.models.stages import Stage, Tables, build_stage
 from vit_tp.models.tape import Tape, is_unset, unset_
+from vit_tp.models.video_build import rebuild_video
 from vit_tp.parallel.rng import Clock
 
 Fill = Callable[[nn.Module, Stage], None]
@@ -66,7 +67,7 @@ def record(model: nn.Module) -> Tape:
             f"this {type(model).__name__} lies on meta and was not made by timm.create_model, so its first weights are "
             f"not known. Make it with timm.create_model, or with real weights."
         )
-    tape = Tape(lambda: timm.create_model(name, **arguments))
+    tape = Tape(lambda: rebuild_video(model, timm.create_model(name, **arguments)))
     made, wanted = (
         {n: tuple(t.shape) for n, t in (*m.named_parameters(), *m.named_buffers())} for m in (tape.model, model)
     )

@@ -27,6 +27,8 @@ from timm.models.vision_transformer_relpos import RelPosAttention
 from timm.models.vitamin import GeGluMlp
 from torch import nn
 
+from vit_tp.models.video_attention import SpaceAttention, TimeAttention
+from vit_tp.models.video_positions import VideoRopeMixed
 from vit_tp.sharding.rule import Edit, ShardRule
 
 HEADS = {"num_heads": "num_heads"}
@@ -168,3 +170,7 @@ LAYERS: dict[type[nn.Module], ShardRule] = {
         divides={**HEADS, "MLP width": "in_split[0]"}, edits=(BY_WIDTH, BY_TOKENS),
     ),
 }  # fmt: skip
+
+# Attention over a part of a clip's tokens folds between cut layers what timm's would take whole.
+LAYERS[SpaceAttention] = LAYERS[TimeAttention] = LAYERS[Attention]
+LAYERS[VideoRopeMixed] = LAYERS[RotaryEmbeddingMixed]

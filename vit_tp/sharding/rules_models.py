@@ -33,6 +33,9 @@ from timm.models.vision_transformer import Block, ParallelThingsBlock, ResPostBl
 from timm.models.vision_transformer_relpos import RelPosBlock, ResPostRelPosBlock, VisionTransformerRelPos
 from torch import nn
 
+from vit_tp.models.video import FactorisedVisionTransformer, VideoEva, VideoVisionTransformer
+from vit_tp.models.video_attention import DividedBlock
+from vit_tp.models.video_embed import TubeletEmbed
 from vit_tp.sharding.rule import ShardRule
 
 
@@ -54,6 +57,7 @@ _EMBEDDINGS = "cls_token reg_token pos_embed"
 MODELS: dict[type[nn.Module], ShardRule] = {
     # -- blocks ---------------------------------------------------------------------------------------------------
     Block: holder("attn mlp", f"{_NORMS_AND_DROPS} ls1 ls2"),
+    DividedBlock: holder("attn_time attn mlp", f"norm_time {_NORMS_AND_DROPS} ls1 ls2"),
     ResPostBlock: holder("attn mlp", _NORMS_AND_DROPS),
     ParallelThingsBlock: holder("attns ffns"),
     EvaBlock: holder("attn mlp", _NORMS_AND_DROPS, "gamma_1 gamma_2"),
@@ -82,6 +86,9 @@ MODELS: dict[type[nn.Module], ShardRule] = {
     VisionTransformer: encoder("blocks", _VIT_ENDS, _EMBEDDINGS, "head"),
     VisionTransformerDistilled: encoder("blocks", _VIT_ENDS, f"{_EMBEDDINGS} dist_token", "head head_dist"),
     Eva: encoder("blocks rope", _VIT_ENDS, _EMBEDDINGS, "head"),
+    VideoVisionTransformer: encoder("blocks", _VIT_ENDS, f"{_EMBEDDINGS} time_embed", "head"),
+    FactorisedVisionTransformer: encoder("blocks time_blocks", _VIT_ENDS, f"{_EMBEDDINGS} time_embed", "head"),
+    VideoEva: encoder("blocks rope", _VIT_ENDS, f"{_EMBEDDINGS} time_embed", "head"),
     beit.Beit: encoder("blocks rel_pos_bias", "patch_embed pos_drop norm fc_norm head_drop", _EMBEDDINGS, "head"),
     VisionTransformerRelPos: encoder(
         "blocks shared_rel_pos", "patch_embed norm fc_norm head_drop", "cls_token", "head"
@@ -120,7 +127,7 @@ REPLICABLE: set[type[nn.Module]] = {
     nn.LayerNorm, nn.PReLU,
     # stems
     Gemma4PatchEmbed, HybridEmbed, crossvit.PatchEmbed, NaFlexEmbeds, PatchEmbed, tnt.PixelEmbed, xcit.ConvPatchEmbed,
-    xcit.PositionalEncodingFourier, xcit.LPI, nn.Conv2d, nn.Linear,
+    xcit.PositionalEncodingFourier, xcit.LPI, TubeletEmbed, nn.Conv2d, nn.Linear,
     # pools, projectors and heads
     AttentionPoolLatent, AttentionPoolPrr, ClassifierHead, DeepseekVitAligner, NormMlpClassifierHead,
     Qwen3VitPatchMerger,

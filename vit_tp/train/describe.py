@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from vit_tp.config import BatchPlan, Config, is_one_model
+from vit_tp.config.schema import VideoConfig
 from vit_tp.config.types import show
 from vit_tp.data.order import steps_per_epoch
 from vit_tp.data.spec import DataSpec
@@ -28,6 +29,15 @@ def _changed(config: Config) -> str:
     """Return in what a model differs from timm's of that name."""
     kwargs = [f"{name}={show(value)}" for name, value in config.model.kwargs.items() if value is not None]
     return f" with {', '.join(kwargs)}" if kwargs else ""
+
+
+def _clips(video: VideoConfig) -> Iterator[str]:
+    if video.num_frames is not None:
+        over_time = f", {video.time_depth} blocks over time" if video.attention == "factorised" else ""
+        yield (
+            f"clips     {video.num_frames} frames in tubelets of {video.tubelet_size}, {video.attention} attention"
+            f"{over_time}, {video.position} positions"
+        )
 
 
 def _held(stages: list[StagePlan]) -> int:
@@ -90,10 +100,11 @@ def describe_run(
     stages = plan_stages(model, plan.micro_batch_size, topology.tp, dtype, cutting)
     kept = describe_kept(matches, topology.tp, _held(stages), params)
     steps = steps_per_epoch(spec.num_train, plan.global_batch_size)
-    _, *sample_shape = input_shape(model, 1)
+    _, *size = input_shape(model, 1)
     return [
         f"model     {config.model.timm}{_changed(config)}: {params / 1e6:.2f} M parameters, "
-        f"{num_blocks(model)} blocks, input {' x '.join(map(str, sample_shape))}",
+        f"{num_blocks(model)} blocks, input {' x '.join(map(str, size))}",
+        *_clips(config.model.video),
         f"grid      tp={topology.tp} x pp={topology.pp} x dp={topology.dp} = {topology.world_size} processes, "
         f"{config.compute.dtype}" + (f", {parallel.schedule}" if topology.pp > 1 else ""),
         *([f"whole     {kept}"] if kept else []),

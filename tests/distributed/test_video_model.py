@@ -1,0 +1,194 @@
+"""Video models over tp, pp and both, against the same model whole in one process, in float64.
+
+What the whole model computes is compared with stock timm and with plain attention in tests/unit/test_models_video.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tests.distributed.models import LR, SMALL, randomise_, small_vit
+from tests.distributed.parity import Comparison, compare
+from tests.distributed.stagewise import compare_stages
+from tests.distributed.tiny import tiny
+from tests.tolerances import BLOCK_FLOAT64, LOSS_FLOAT32
+from tests.worlds import run_world
+
+NUM_FRAMES = 6
+RICH = {"qk_norm": True, "init_values": 0.5, "reg_tokens": 1, "scale_attn_norm": True}
+# Tokens of 3 tubelets of 16 patches: 48 without prefix, 49 with a class token, 50 with a register, or 3 times 17 or 18.
+CASES: dict[str, tuple[dict[str, Any] | str, dict[str, Any]]] = {
+    "joint": ({}, {}),
+    "joint, sincos, no prefix": ({"class_token": False, "global_pool": "avg"}, {"position": "sincos"}),
+    "divided": ({}, {"attention": "divided"}),
+    "divided, rich": (RICH, {"attention": "divided"}),
+    "factorised": ({}, {"attention": "factorised", "time_depth": 2}),
+    "factorised, rich": ({**RICH, "global_pool": "avg"}, {"attention": "factorised", "time_depth": 1}),
+    "rope": ("eva02_base_patch14_224", {"position": "rope"}),
+    "rope of DINOv3": ("vit_small_patch16_dinov3", {"position": "rope"}),
+    "rope with learnt frequencies": ("vit_small_patch16_rope_mixed_ape_224", {"position": "rope"}),
+}
+# qkv, its bias and proj, fc1, its bias and fc2 in each block; of Eva's at least five
+NUM_CUT = {"joint": 4 * 6, "divided": 4 * 9, "divided, rich": 4 * 9, "factorised": 6 * 6, "factorised, rich": 5 * 6}
+FAST = ("joint", "divided, rich", "factorised", "rope")
+WAYS = [("exact", "none"), ("exact", "norm_act"), ("sequence", "none"), ("sequence", "norm_act")]
+
+
+def build(name: str, **kwargs: Any) -> nn.Module:
+    """Return a small video model whose every parameter is random, new ones too."""
+    import vit_tp
+
+    model, video = CASES[name]
+    image = tiny(model, **kwargs) if isinstance(model, str) else small_vit(**model, **kwargs)
+    return randomise_(vit_tp.video_model(image, NUM_FRAMES, **video).double()).eval()
+
+
+def clips(number: int = 3) -> Tensor:
+    return torch.randn(number, 3, NUM_FRAMES, 32, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def compare_all(names: tuple[str, ...]) -> dict[tuple[str, str, str], Comparison]:
+    import vit_tp
+
+    torch.set_default_dtype(torch.float64)
+    found = {}
+    for name, (region, recompute) in itertools.product(names, WAYS):
+        whole = build(name)
+
+        def shard_(model: nn.Module, region: str = region, recompute: str = recompute) -> None:
+            vit_tp.shard_(model, dist.group.WORLD, region, recompute=recompute)
+
+        found[name, region, recompute] = compare(whole, copy.deepcopy(whole), clips(), shard_)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "names"),
+    [
+        (2, FAST),
+        pytest.param(2, tuple(CASES), marks=pytest.mark.slow),
+        pytest.param(4, tuple(CASES), marks=pytest.mark.slow),
+    ],
+    ids=["tp2", "tp2-all", "tp4-all"],
+)
+def test_cut_video_models_have_the_numbers_of_whole_ones(tp_size: int, names: tuple[str, ...]):
+    for rank in run_world(compare_all, tp_size, names, timeout_s=400):
+        assert len(rank) == len(names) * len(WAYS)
+        for (name, region, recompute), result in rank.items():
+            wrong = {what: far for what, far in result.errors.items() if not far <= BLOCK_FLOAT64}
+            assert not wrong, (name, region, recompute, wrong)
+            assert result.cut >= NUM_CUT.get(name, 2 * 5)
+            if region == "sequence":
+                assert max(result.partial.values()) > 1e-3, "left unsummed they must be wrong, or nothing is divided"
+
+
+def compare_piped(pp: int, tp: int, names: tuple[str, ...], ways: list[tuple[str, Any]]) -> dict:
+    torch.set_default_dtype(torch.float64)
+    found = {}
+    for name, (region, recompute) in itertools.product(names, ways):
+        found[name, region, recompute] = compare_stages(
+            build(name), clips(), pp, tp, region=region, recompute=recompute
+        )
+    return found
+
+
+FEW = [("exact", "block"), ("sequence", "norm_act")]
+MANY = list(itertools.product(["exact", "sequence"], ["none", "norm_act", "block", 2]))
+
+
+@pytest.mark.parametrize(
+    ("pp", "tp", "names", "ways"),
+    [
+        (2, 2, FAST, FEW),
+        *(pytest.param(pp, tp, tuple(CASES), MANY, marks=pytest.mark.slow) for pp, tp in [(1, 2), (2, 1), (2, 2)]),
+    ],
+    ids=["few-2x2", "1x2", "2x1", "2x2"],
+)
+def test_stages_of_video_models_have_the_numbers_of_whole_ones(pp: int, tp: int, names: tuple[str, ...], ways: list):
+    for rank in run_world(compare_piped, pp * tp, pp, tp, names, ways, timeout_s=400):
+        assert len(rank) == len(names) * len(ways)
+        for case, errors in rank.items():
+            for what, far in errors.items():
+                assert far <= BLOCK_FLOAT64, (case, what)
+
+
+def train(name: str, pp: int, tp: int, schedule: str, dtype: str = "fp32") -> list[float]:
+    """Train with DeepSpeed for four steps of four micro-batches; return the losses."""
+    import vit_tp
+
+    model = build(name, depth=4, drop_path_rate=0.2).float()
+    pipe = vit_tp.pipeline(model, vit_tp.Topology(pp=pp, dp=1, tp=tp), F.cross_entropy, schedule=schedule)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR}},
+        "bf16": {"enabled": dtype == "bf16"},
+    }
+    engine, x = vit_tp.initialize(pipe, config), clips(8).float()
+    targets = torch.arange(8) % 10
+    return [engine.train_batch(iter(list(zip(x.split(2), targets.split(2))))).item() for _ in range(4)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("dualpipev", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["divided", *(pytest.param(name, marks=pytest.mark.slow) for name in ("joint", "factorised", "rope"))]
+)
+def test_a_grid_trains_a_video_model_like_one_process(name: str, schedule: str):
+    """Drop path falls on whole clips, so it is the same on any grid."""
+    [one] = run_world(train, 1, name, 1, 1, "1f1b")
+    assert one[-1] < one[0] and len(set(one)) == 4
+    for losses in run_world(train, 4, name, 2, 2, schedule):
+        assert losses == pytest.approx(one, rel=LOSS_FLOAT32)
+
+
+def started(pp: int, tp: int, video: dict[str, Any], file: str | None) -> dict[str, Tensor]:
+    """Return the whole weights of this rank's stages, as a run starts."""
+    import vit_tp
+    from vit_tp.checkpoint.pretrained import start_from
+    from vit_tp.config import ModelConfig
+    from vit_tp.config.schema import VideoConfig
+    from vit_tp.models.build import build_model
+    from vit_tp.models.weights import FirstWeights
+    from vit_tp.sharding.state import full_tensor
+
+    kwargs = {key: value for key, value in SMALL.items() if key not in ("img_size", "num_classes")}
+    config = ModelConfig("vit_tiny_patch16_224", kwargs, 32, file, VideoConfig(NUM_FRAMES, **video))
+    pipe = vit_tp.pipeline(
+        build_model(config, 10, 3), vit_tp.Topology(pp, 1, tp), F.cross_entropy,
+        fill=start_from(config, 10, 3, FirstWeights(0)),
+    )  # fmt: skip
+    return {name: full_tensor(p, p, pipe.groups.tp_group).clone() for name, p in pipe.named_timm_parameters()}
+
+
+@pytest.mark.parametrize(
+    "attention", ["divided", *(pytest.param(name, marks=pytest.mark.slow) for name in ("joint", "factorised"))]
+)
+def test_an_image_models_weights_are_the_same_on_any_grid(attention: str, tmp_path):
+    import vit_tp
+
+    image, file = randomise_(small_vit()), str(tmp_path / "image.safetensors")
+    save_file(image.state_dict(), file)
+    [first], [one] = (run_world(started, 1, 1, 1, {"attention": attention}, start) for start in (None, file))
+    for start, wanted in ((None, first), (file, one)):
+        found: dict[str, Tensor] = {}
+        for rank in run_world(started, 4, 2, 2, {"attention": attention}, start):
+            assert all(torch.equal(tensor, wanted[name]) for name, tensor in rank.items())
+            found |= rank
+        assert found.keys() == wanted.keys()
+
+    oracle = vit_tp.video_model(copy.deepcopy(image), NUM_FRAMES, attention=attention)
+    oracle.load_state_dict(one)  # strictly
+    still = torch.randn(2, 3, 1, 32, 32).expand(-1, -1, NUM_FRAMES, -1, -1)
+    if attention != "joint":
+        assert torch.allclose(oracle.eval()(still), image.eval()(still[:, :, 0]), atol=1e-5)
+    assert torch.equal(one["blocks.0.attn.qkv.weight"], image.blocks[0].attn.qkv.weight)
