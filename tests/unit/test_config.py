@@ -193,7 +193,7 @@ def test_all_complaints_come_at_once():
             {"data__source": "moving_digits", "model__video__num_frames": 7},
             [
                 "model.video.num_frames=7 is not a multiple of model.video.tubelet_size=2",
-                "Use model.video.num_frames=6",
+                "Use model.video.num_frames=8",
             ],
         ),
         (
