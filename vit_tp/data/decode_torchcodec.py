@@ -9,6 +9,7 @@ Source: torchcodec 0.17, torchcodec/decoders/_video_decoder.py.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import BinaryIO
@@ -91,4 +92,8 @@ def _explained() -> Iterator[None]:
     except DataError:
         raise
     except (RuntimeError, ValueError, IndexError, OSError) as error:
-        raise refuse(" ".join(str(error).split())) from error
+        text = " ".join(str(error).split())
+        if "best video stream is unknown" in text:
+            raise refuse("it holds no video stream") from error
+        # It begins with a place in its source, and may end with advice to report a bug.
+        raise refuse(re.sub(r"^.*\.cpp:\d+, ", "", text)[:200]) from error
