@@ -13,7 +13,9 @@ from typing import NamedTuple
 from vit_tp.config import DataConfig
 from vit_tp.data.digits import Digits, describe_digits
 from vit_tp.data.image_folder import ImageFolder, describe_image_folder
+from vit_tp.data.moving_digits import MovingDigits, describe_moving_digits
 from vit_tp.data.spec import DataSpec, Form, Source, StreamSource
+from vit_tp.data.video_folder import VideoFolder, describe_video_folder
 from vit_tp.errors import ConfigError
 
 __all__ = ["SOURCES", "DataSpec", "Form", "Source", "SourceKind", "StreamSource", "build_source", "describe"]
@@ -28,7 +30,9 @@ class SourceKind(NamedTuple):
 
 SOURCES: dict[str, SourceKind] = {
     "digits": SourceKind(describe_digits, Digits),
+    "moving_digits": SourceKind(describe_moving_digits, MovingDigits),
     "image_folder": SourceKind(describe_image_folder, ImageFolder),
+    "video_folder": SourceKind(describe_video_folder, VideoFolder),
 }
 
 

@@ -1,0 +1,112 @@
+"""What becomes of the frames of a clip?
+
+In training timm's own transforms, for every frame alike: the same crop, flip, colours and policy, whatever the frame
+shows. In evaluation timm's resize and centre crop, or three crops along the longer side. Frames stay uint8.
+
+Does not know: files, moments, normalising and erasing (train/prepare.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.data import IMAGENET_DEFAULT_MEAN, create_transform
+from timm.data.transforms import str_to_interp_mode
+from torch import Tensor
+from torchvision.transforms import functional as TF
+
+from vit_tp.config import DataConfig
+from vit_tp.data.order import SampleKey
+from vit_tp.data.sampling import sample_randomness
+from vit_tp.data.spec import Size
+from vit_tp.errors import ConfigError
+
+FrameTransform = Callable[[Image.Image], Tensor]
+"""From a frame to (3, Y, X) uint8, or to (3, 3, Y, X) with three crops."""
+
+
+def build_frame_transform(data: DataConfig, is_training: bool, size: Size) -> FrameTransform:
+    """Build the transform of one frame from the knobs of the config.
+
+    Args:
+        data: The data group of the config.
+        is_training: Whether it augments at random.
+        size: Height and width (Y, X) of the result, in pixels.
+
+    Raises:
+        ConfigError: timm refuses a knob.
+    """
+    # timm's "random" picks bilinear or bicubic for each clip in training; an evaluation needs one of them.
+    interpolation = "bicubic" if data.interpolation == "random" and not is_training else data.interpolation
+    if not is_training and data.eval_crops == 3:
+        return ThreeCrops(size, interpolation)
+    try:
+        return create_transform(
+            (3, *size),
+            is_training=is_training,
+            use_prefetcher=True,  # ends with uint8: what follows is the device's
+            scale=tuple(data.crop_scale),
+            ratio=tuple(data.crop_ratio),
+            hflip=data.hflip,
+            vflip=data.vflip,
+            color_jitter=data.color_jitter or None,
+            auto_augment=data.auto_augment,
+            interpolation=interpolation,
+            crop_pct=data.eval_crop,
+            mean=tuple(data.mean or IMAGENET_DEFAULT_MEAN),  # the colour that policies fill corners with
+        )
+    except (AssertionError, KeyError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"data.auto_augment={data.auto_augment}, data.interpolation={data.interpolation}, "
+            f"data.crop_scale={list(data.crop_scale)}, data.crop_ratio={list(data.crop_ratio)} and "
+            f"data.color_jitter={data.color_jitter} do not make a timm transform "
+            f"({type(error).__name__}: {error or 'assertion failed'}). Use for example "
+            f"data.auto_augment=rand-m9-mstd0.5-inc1 or null, data.interpolation=bicubic, data.crop_scale=[0.08,1.0]."
+        ) from error
+
+
+def augment_clip(transform: FrameTransform, frames: np.ndarray, seed: int, key: SampleKey) -> Tensor:
+    """Apply a random transform to all frames alike: each begins the same stream of random numbers anew.
+
+    Args:
+        transform: Of one frame.
+        frames: (T, Y, X, 3) uint8.
+        seed: run.seed.
+        key: The sample.
+
+    Returns:
+        Clip (3, T, Y, X) uint8.
+    """
+    clip = []
+    for frame in frames:
+        with sample_randomness(seed, key):
+            clip.append(transform(Image.fromarray(frame)))
+    return torch.stack(clip, dim=1)
+
+
+class ThreeCrops:
+    """The short side resized to the size; crops at the beginning, the middle and the end of the longer side.
+
+    Args:
+        size: Height and width (Y, X) of a crop, in pixels.
+        interpolation: timm's name of it.
+
+    Source: SlowFast, slowfast/datasets/transform.py, uniform_crop.
+    """
+
+    def __init__(self, size: Size, interpolation: str) -> None:
+        self.size, self.interpolation = size, str_to_interp_mode(interpolation)
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """Return the crops (3, 3, Y, X): crop, channel, row, column."""
+        height, width = self.size
+        scale = max(height / image.height, width / image.width)
+        resized = [max(height, round(image.height * scale)), max(width, round(image.width * scale))]
+        pixels = TF.pil_to_tensor(TF.resize(image, resized, self.interpolation))
+        spare_y, spare_x = resized[0] - height, resized[1] - width
+        corners = [(0, 0), (math.ceil(spare_y / 2), math.ceil(spare_x / 2)), (spare_y, spare_x)]
+        return torch.stack([pixels[:, y : y + height, x : x + width] for y, x in corners])

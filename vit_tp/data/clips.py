@@ -1,0 +1,136 @@
+"""How does a video become a clip?
+
+    places drawn  ->  file opened, moments, frames decoded (within the deadline)  ->  frames augmented alike
+
+Nothing random happens within the deadline: a decoder that was given up may come back at any time. In evaluation the
+frames are made small as they are decoded, so that many views of a large video need little memory.
+
+Does not know: where videos come from, classes, batches.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vit_tp.config import DataConfig
+from vit_tp.data.clip_transforms import FrameTransform, augment_clip, build_frame_transform
+from vit_tp.data.deadline import within
+from vit_tp.data.decode import choose_decoder, open_video
+from vit_tp.data.frames import Places, clip_times, drawn_places, eval_places
+from vit_tp.data.order import SampleKey
+from vit_tp.data.sampling import sample_randomness
+from vit_tp.data.spec import Form, Size
+from vit_tp.errors import ConfigError
+
+
+def require_clips(data: DataConfig) -> None:
+    """Refuse what would keep every clip from being made, before anything is read.
+
+    Args:
+        data: The data group of the config.
+
+    Raises:
+        ConfigError: No decoder can be used, or timm refuses an augmentation knob.
+    """
+    complaints = []
+    if data.decoder_device != "cpu" and data.num_workers > 0:
+        complaints.append(
+            f"data.decoder_device={data.decoder_device} with data.num_workers={data.num_workers} cannot work; loader "
+            f"processes are forks, in which CUDA does not start. Use data.num_workers=0 or data.decoder_device=cpu."
+        )
+    for ask in (
+        lambda: choose_decoder(data.decoder, data.decoder_device),
+        lambda: build_frame_transform(data, True, (32, 32)),  # timm parses its policy strings here, whatever the size
+        lambda: build_frame_transform(data, False, (32, 32)),
+    ):
+        try:
+            ask()
+        except ConfigError as error:
+            complaints += [complaint for complaint in error.complaints if complaint not in complaints]
+    if complaints:
+        raise ConfigError(complaints)
+
+
+class ClipPipeline:
+    """Reads clips from videos.
+
+    Args:
+        data: The data group of the config.
+        form: What the clips are to look like.
+
+    Attributes:
+        views: Clips times crops that one video makes in evaluation; 1 in training.
+        decoder: Which one reads, "pyav" or "torchcodec".
+
+    Raises:
+        ConfigError: Samples are to be images, or no decoder can be used.
+    """
+
+    def __init__(self, data: DataConfig, form: Form) -> None:
+        if form.num_frames is None:
+            raise ConfigError(
+                f"data.source={data.source} gives clips, but model.video.num_frames=null asks for images; frames of a "
+                f"clip need a model that takes them. Use for example model.video.num_frames=16."
+            )
+        self.data, self.form, self.num_frames = data, form, form.num_frames
+        self.views = 1 if form.is_training else data.eval_clips * data.eval_crops
+        self.decoder = choose_decoder(data.decoder, data.decoder_device)
+        self._transforms: dict[Size, FrameTransform] = {}
+
+    def load(self, file: str | os.PathLike | BinaryIO, key: SampleKey) -> Tensor:
+        """Read one video and make its clip.
+
+        Args:
+            file: Its path, or its bytes in a file that can seek.
+            key: The sample; in training it decides moments and augmentation.
+
+        Returns:
+            (3, T, Y, X) uint8; (V, 3, T, Y, X) with more than one view, the crops of the first clip first.
+
+        Raises:
+            DataError: It is no video, or cannot be decoded.
+            DecodeTimeout: It took longer than data.timeout_s.
+        """
+        transform = self._transform(self.form.size_at(key.epoch))
+        if not self.form.is_training:
+            return within(self.data.timeout_s, lambda: self._views(file, transform))
+        with sample_randomness(self.form.seed, key):
+            # A stream of its own: the transform begins the outer one anew.
+            places = drawn_places(self.data, self.num_frames, random.Random(random.getrandbits(64)).random)
+        frames = within(self.data.timeout_s, lambda: self._frames(file, places))
+        return augment_clip(transform, frames, self.form.seed, key)
+
+    def _frames(self, file: str | os.PathLike | BinaryIO, places: Places) -> np.ndarray:
+        """Return the frames (T, Y, X, 3) of one clip."""
+        with open_video(file, self.decoder, self.data.decoder_device) as video:
+            return video.frames_at(clip_times(self.data, video.span, self.num_frames, places))
+
+    def _views(self, file: str | os.PathLike | BinaryIO, transform: FrameTransform) -> Tensor:
+        """Return the views of an evaluation. Nothing here is random."""
+        clips, crops = self.data.eval_clips, self.data.eval_crops
+        views: Tensor | None = None
+        with open_video(file, self.decoder, self.data.decoder_device) as video:
+            all_places = eval_places(self.data, self.num_frames)
+            times = [
+                time for places in all_places for time in clip_times(self.data, video.span, self.num_frames, places)
+            ]
+            for place, frame in video.frames(times):
+                pixels = transform(Image.fromarray(frame))
+                if views is None:
+                    views = torch.empty(clips, crops, 3, self.num_frames, *pixels.shape[-2:], dtype=torch.uint8)
+                clip, index = divmod(place, self.num_frames)
+                views[clip, :, :, index] = pixels  # (3, Y, X), or (crops, 3, Y, X)
+        assert views is not None
+        return views.flatten(0, 1) if self.views > 1 else views[0, 0]
+
+    def _transform(self, size: Size) -> FrameTransform:
+        if size not in self._transforms:
+            self._transforms[size] = build_frame_transform(self.data, self.form.is_training, size)
+        return self._transforms[size]

@@ -1,0 +1,99 @@
+"""How does torchcodec read a video?
+
+With an exact index of the file's packets, which it makes when the file is opened, and by the times of frames.
+
+Does not know: the rule (decode.py), which its own agrees with between the first and the last frame.
+Source: torchcodec 0.17, torchcodec/decoders/_video_decoder.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import BinaryIO
+
+import numpy as np
+from torch import Tensor
+
+from vit_tp.data.decode import refuse
+from vit_tp.data.frames import Span
+from vit_tp.errors import DataError
+
+# Frames that are asked for at once: it returns whole arrays, and videos may be large.
+_BLOCK = 16
+
+
+class TorchcodecReader:
+    """A file that torchcodec decodes, with one thread.
+
+    Args:
+        file: Its path, or its bytes in a file that can seek.
+        device: "cpu" or "cuda".
+    """
+
+    def __init__(self, file: str | os.PathLike | BinaryIO, device: str) -> None:
+        from torchcodec.decoders import VideoDecoder
+
+        if hasattr(file, "read"):
+            file.seek(0)
+        else:
+            file = f"file:{os.fspath(file)}"  # a colon in a name is no protocol
+        with _explained():
+            self._decoder = VideoDecoder(
+                file, dimension_order="NHWC", num_ffmpeg_threads=1, device=device, seek_mode="exact"
+            )
+        known = self._decoder.metadata
+        start, length = known.begin_stream_seconds_from_header, known.duration_seconds_from_header
+        if start is None or not length or not known.num_frames_from_header:
+            start, length = known.begin_stream_seconds, known.end_stream_seconds - known.begin_stream_seconds
+        # Its rate of the header is the finest that the times allow, not their mean.
+        self.span = Span(start, start + length, known.num_frames / length if length > 0 else 1.0)
+
+    def shown(self, times: Sequence[float]) -> Iterator[np.ndarray]:
+        """Yield the frame on display at each of some ascending times."""
+        for first in range(0, len(times), _BLOCK):
+            with _explained():
+                block = self._block(times[first : first + _BLOCK])
+            yield from block
+
+    def _block(self, times: Sequence[float]) -> np.ndarray:
+        """Return (B, Y, X, 3). It refuses times before the first frame and after the last."""
+        known = self._decoder.metadata
+        last = known.num_frames - 1
+        inside = [time for time in times if known.begin_stream_seconds <= time < known.end_stream_seconds]
+        num_before = sum(time < known.begin_stream_seconds for time in times)
+        num_after = len(times) - num_before - len(inside)
+        first = self._decoder.get_frames_at([0]).data.expand(num_before, -1, -1, -1) if num_before else None
+        rest = self._decoder.get_frames_at([last]).data.expand(num_after, -1, -1, -1) if num_after else None
+        parts = [first, self._played_at(inside) if inside else None, rest]
+        return np.concatenate([part.cpu().numpy() for part in parts if part is not None])
+
+    def _played_at(self, times: list[float]) -> Tensor:
+        frames = self._decoder.get_frames_played_at(times)
+        for asked, found in zip(times, frames.pts_seconds.tolist()):
+            if found > asked:  # seen of AVI with B-frames, after a seek
+                raise refuse(
+                    f"torchcodec takes the frame of {found:.3f} s for the one on display at {asked:.3f} s, as it does "
+                    f"where a file has no index that it can use. Use data.decoder=pyav"
+                )
+        return frames.data
+
+    def close(self) -> None:
+        """Let go of the file: it is closed with the decoder."""
+        del self._decoder
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except DataError:
+        raise
+    except (RuntimeError, ValueError, IndexError, OSError) as error:
+        text = " ".join(str(error).split())
+        if "best video stream is unknown" in text:
+            raise refuse("it holds no video stream") from error
+        # It begins with a place in its source, and may end with advice to report a bug.
+        raise refuse(re.sub(r"^.*\.cpp:\d+, ", "", text)[:200]) from error
