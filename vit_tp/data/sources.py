@@ -14,6 +14,7 @@ from vit_tp.config import DataConfig
 from vit_tp.data.digits import Digits, describe_digits
 from vit_tp.data.image_folder import ImageFolder, describe_image_folder
 from vit_tp.data.spec import DataSpec, Form, Source, StreamSource
+from vit_tp.data.tars import ImageTars, VideoTars, describe_image_tars, describe_video_tars
 from vit_tp.errors import ConfigError
 
 __all__ = ["SOURCES", "DataSpec", "Form", "Source", "SourceKind", "StreamSource", "build_source", "describe"]
@@ -29,6 +30,8 @@ class SourceKind(NamedTuple):
 SOURCES: dict[str, SourceKind] = {
     "digits": SourceKind(describe_digits, Digits),
     "image_folder": SourceKind(describe_image_folder, ImageFolder),
+    "image_tars": SourceKind(describe_image_tars, ImageTars),
+    "video_tars": SourceKind(describe_video_tars, VideoTars),
 }
 
 
