@@ -127,7 +127,7 @@ def count_samples(url: str, identity: tuple[int, int] | None) -> Counted:
             except BROKEN as error:
                 if isinstance(error, NoEnd) and LABEL in suffixes and len(suffixes) > 1:
                     samples, highest = samples + 1, max(highest, label)  # the last one is whole
-                reason = " ".join(str(error).split("\n")[0].split())
+                reason = str(error)
             # To the end, so that the program behind a pipe can say how it went.
             while getattr(stream, "seekable", None) is None and stream.read(1 << 20):
                 pass
@@ -182,6 +182,8 @@ def _load(root: Root, folder: str, name: str, notes: list[str]) -> dict[str, Any
         with opened(url) as stream:
             text = stream.read()
     except OSError:
+        return {}
+    if not text.strip():  # the last program of a pipe does not know that the first one found nothing
         return {}
     try:
         table = json.loads(text)

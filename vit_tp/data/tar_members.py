@@ -57,7 +57,7 @@ class _CarefulHeader(tarfile.TarInfo):
         except tarfile.EOFHeaderError:
             raise
         except tarfile.HeaderError as error:
-            raise NoEnd(str(error)) from error
+            raise NoEnd(f"{error} in place of its end") from error
 
 
 def require_webdataset(source: str) -> None:
@@ -106,10 +106,17 @@ def group_members(stream: BinaryIO) -> Iterator[tuple[str, Iterator[Member]]]:
         tarfile.TarError: It breaks off in a member, or is no tar.
         EOFError, zlib.error: The same, where it is compressed.
     """
+    with _open(stream) as tar:
+        yield from itertools.groupby(_members(tar), key=lambda member: member.key)
+
+
+def _open(stream: BinaryIO) -> tarfile.TarFile:
     is_seekable = getattr(stream, "seekable", lambda: False)()
     mode = "r:*" if is_seekable else "r|*"
-    with tarfile.open(fileobj=stream, mode=mode, bufsize=_BLOCK_BYTES, tarinfo=_CarefulHeader) as tar:
-        yield from itertools.groupby(_members(tar), key=lambda member: member.key)
+    try:
+        return tarfile.open(fileobj=stream, mode=mode, bufsize=_BLOCK_BYTES, tarinfo=_CarefulHeader)
+    except tarfile.ReadError as error:  # its text is a list of all that was tried
+        raise tarfile.ReadError("it does not begin like a tar") from error
 
 
 def _members(tar: tarfile.TarFile) -> Iterator[Member]:
