@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from vit_tp.config import DataConfig
 from vit_tp.config.atomic import write_atomically
 from vit_tp.data.shard_names import Root, listed
-from vit_tp.data.tar_members import BROKEN, NoEnd, group_members, opened
+from vit_tp.data.tar_members import BROKEN, NoEnd, finish, group_members, opened
 from vit_tp.errors import DataError
 
 INDEX_FILE = "vit_tp_index.json"
@@ -117,20 +117,17 @@ def count_samples(url: str, identity: tuple[int, int] | None) -> Counted:
         with opened(url) as stream:
             try:
                 for _, members in group_members(stream):
-                    suffixes.clear()
-                    label = -1
+                    suffixes, label = set(), -1
                     for member in members:
                         suffixes.add(member.suffix)
                         if member.suffix == LABEL:
                             label = _number(member.read())
                     samples, highest = samples + 1, max(highest, label)
             except BROKEN as error:
+                reason = str(error)
                 if isinstance(error, NoEnd) and LABEL in suffixes and len(suffixes) > 1:
                     samples, highest = samples + 1, max(highest, label)  # the last one is whole
-                reason = str(error)
-            # To the end, so that the program behind a pipe can say how it went.
-            while getattr(stream, "seekable", None) is None and stream.read(1 << 20):
-                pass
+            finish(stream)
     except OSError as error:
         raise DataError(
             f"{url} cannot be read ({type(error).__name__}: {error}), so nobody knows how many samples it has. "
@@ -181,6 +178,7 @@ def _load(root: Root, folder: str, name: str, notes: list[str]) -> dict[str, Any
     try:
         with opened(url) as stream:
             text = stream.read()
+            finish(stream)
     except OSError:
         return {}
     if not text.strip():  # the last program of a pipe does not know that the first one found nothing

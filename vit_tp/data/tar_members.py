@@ -74,35 +74,42 @@ def require_webdataset(source: str) -> None:
 
 @contextmanager
 def opened(url: str) -> Iterator[BinaryIO]:
-    """Open a path or URL; where it is left by an error or early, the program at the other end may complain unheard.
+    """Open a path or URL. It may be left early; whoever reads it to its end calls `finish`.
 
     Raises:
-        OSError: It cannot be opened, or the program that brings its bytes ended with an error.
+        OSError: There is no such file.
     """
-    from webdataset.gopen import gopen
+    from webdataset.gopen import gopen, set_options
 
     stream = gopen(url)
+    # Else what a program sent before it failed would be lost, and to be left early would count as failing.
+    set_options(stream, ignore_errors=True)
     try:
         yield stream
-    except BaseException:
-        leave_early(stream)
-        raise
     finally:
         stream.close()
 
 
-def leave_early(stream: BinaryIO) -> None:
-    """Tell a stream that is about to be closed that the rest of it is not wanted."""
-    from webdataset.gopen import set_options
+def finish(stream: BinaryIO) -> None:
+    """Read what is left behind a URL, and hear how the program fared that brought it.
 
-    set_options(stream, ignore_errors=True)
+    Raises:
+        OSError: It failed: what came may not be all.
+    """
+    from webdataset.gopen import Pipe, set_options
+
+    if isinstance(stream, Pipe):
+        while stream.read(_BLOCK_BYTES):
+            pass
+        set_options(stream, ignore_errors=False)
+        stream.close()
 
 
 def group_members(stream: BinaryIO) -> Iterator[tuple[str, Iterator[Member]]]:
     """Yield the samples of a tar: key and members, which are to be drawn before the next sample is.
 
     Raises:
-        NoEnd: It breaks off after a whole member.
+        NoEnd: It breaks off after a whole member; raised in place of the next, so that its sample may be whole.
         tarfile.TarError: It breaks off in a member, or is no tar.
         EOFError, zlib.error: The same, where it is compressed.
     """

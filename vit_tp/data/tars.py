@@ -24,7 +24,7 @@ from vit_tp.data.faults import reason_of
 from vit_tp.data.order import SampleKey
 from vit_tp.data.shards import LABEL, Survey, survey
 from vit_tp.data.spec import DataSpec, Form, Sample, Unreadable
-from vit_tp.data.tar_members import BROKEN, Member, group_members, leave_early, opened, require_webdataset
+from vit_tp.data.tar_members import BROKEN, Member, NoEnd, finish, group_members, opened, require_webdataset
 from vit_tp.errors import ConfigError, DataError
 
 IN_CHANS = 3
@@ -109,22 +109,24 @@ class Tars:
         """
         place, reason = first, ""
         while place < last:
-            begun = place
+            begun, reason = place, ""
             try:
                 with opened(self._places[shard][1]) as stream:
-                    for key, members in islice(group_members(stream), place, last):
-                        # Whole before it is given away: whoever asks may never come back for the next.
-                        sample = self._sample(f"{self._places[shard][0]}:{key}", members)
-                        place += 1
-                        yield sample
-                    leave_early(stream)
-                reason = f"the shard ends after {place} samples"
-            except (OSError, *BROKEN) as error:
+                    try:
+                        for key, members in islice(group_members(stream), place, last):
+                            sample = self._sample(f"{self._places[shard][0]}:{key}", members)
+                            place += 1
+                            yield sample
+                    except BROKEN as error:
+                        reason = f"the shard breaks off ({reason_of(error)})"
+                    if place < last:
+                        finish(stream)
+            except OSError as error:
                 reason = f"the shard breaks off ({reason_of(error)})"
             if place == begun:
                 break
         for _ in range(place, last):
-            yield Unreadable(reason)
+            yield Unreadable(reason or f"the shard ends before place {place}")
 
     def decode(self, raw: Encoded, key: SampleKey) -> Sample:
         """Return the pixels and the class of a sample."""
@@ -138,14 +140,18 @@ class Tars:
     def _sample(self, name: str, members: Iterator[Member]) -> Encoded | Unreadable:
         media = label = None
         seen: set[str] = set()
-        for member in members:
-            if member.suffix in seen:
-                return Unreadable(f"{name} has two members .{member.suffix}")
-            seen.add(member.suffix)
-            if member.suffix == LABEL:
-                label = member.read()
-            elif member.suffix in self._suffixes and media is None:
-                media = (f"{name}.{member.suffix}", member.read())
+        try:
+            for member in members:
+                if member.suffix in seen:
+                    return Unreadable(f"{name} has two members .{member.suffix}")
+                seen.add(member.suffix)
+                if member.suffix == LABEL:
+                    label = member.read()
+                elif member.suffix in self._suffixes and media is None:
+                    media = (f"{name}.{member.suffix}", member.read())
+        except NoEnd:
+            if media is None or label is None:
+                raise  # the rest of it is lost
         if media is None or label is None:
             lacking = f"no .{LABEL}" if label is None else "no image" if "jpg" in self._suffixes else "no video"
             return Unreadable(f"{name} has {lacking} (it has {', '.join(sorted(seen))})")
