@@ -10,13 +10,15 @@ Does not know: file formats, ranks.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from vit_tp.data.order import SampleKey
-from vit_tp.data.spec import Sample, Source
+from vit_tp.data.spec import Sample, Source, StreamSource
 from vit_tp.errors import DataError
 
 MAX_ATTEMPTS = 8
@@ -55,26 +57,42 @@ def load_or_replace(source: Source, key: SampleKey) -> Loaded:
     Raises:
         DataError: In training, this many in a row cannot be read.
     """
+    asked = (_substitute(source, key, attempt) for attempt in range(MAX_ATTEMPTS + 1))
+    return first_readable(source, ((other, partial(source.load, other)) for other in asked))
+
+
+def first_readable(
+    source: Source | StreamSource, tries: Iterable[tuple[SampleKey, Callable[[], Sample]]], remedy: str = ""
+) -> Loaded:
+    """Return the first sample that can be read; in evaluation the first or none.
+
+    Args:
+        source: Where they come from.
+        tries: Keys and how to load them: first the sample that is wanted, then what may take its place.
+        remedy: What to look at when none can be read, besides data.root.
+
+    Raises:
+        DataError: In training, none can be read.
+    """
     failed: list[tuple[SampleKey, str]] = []
-    for attempt in range(MAX_ATTEMPTS + 1):
-        asked = _substitute(source, key, attempt)
+    for key, load in tries:
         try:
-            sample = source.load(asked)
-            require_sample(source, asked, sample)
+            sample = load()
+            require_sample(source, key, sample)
         except Exception as error:
-            failed.append((asked, reason_of(error)))
+            failed.append((key, reason_of(error)))
             if not source.form.is_training:
                 return Loaded(key, None, _faults(source, failed, None))
             continue
-        return Loaded(asked, sample, _faults(source, failed, source.name(asked.index)) if failed else ())
+        return Loaded(key, sample, _faults(source, failed, source.name(key.index)) if failed else ())
     last, reason = failed[-1]
     raise DataError(
         f"{len(failed)} samples in a row cannot be read, the last of them {source.name(last.index)} ({reason}); that "
-        f"is no longer a broken file among good ones. Look at data.root and what it is mounted from."
+        f"is no longer a broken file among good ones. Look at data.root and what it is mounted from{remedy}."
     )
 
 
-def require_sample(source: Source, key: SampleKey, sample: Sample) -> None:
+def require_sample(source: Source | StreamSource, key: SampleKey, sample: Sample) -> None:
     """Raise ValueError unless a sample has the shape that its source promises."""
     shape = source.form.shape_at(key.epoch, source.in_chans)
     shape = shape if source.views == 1 else (source.views, *shape)
@@ -96,7 +114,9 @@ def _substitute(source: Source, key: SampleKey, attempt: int) -> SampleKey:
     return key._replace(index=int(drawn) % len(source))
 
 
-def _faults(source: Source, failed: list[tuple[SampleKey, str]], replaced_by: str | None) -> tuple[Fault, ...]:
+def _faults(
+    source: Source | StreamSource, failed: list[tuple[SampleKey, str]], replaced_by: str | None
+) -> tuple[Fault, ...]:
     return tuple(Fault(key.epoch, key.index, source.name(key.index), reason, replaced_by) for key, reason in failed)
 
 

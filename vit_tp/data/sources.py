@@ -15,6 +15,7 @@ from vit_tp.data.digits import Digits, describe_digits
 from vit_tp.data.image_folder import ImageFolder, describe_image_folder
 from vit_tp.data.moving_digits import MovingDigits, describe_moving_digits
 from vit_tp.data.spec import DataSpec, Form, Source, StreamSource
+from vit_tp.data.tars import ImageTars, VideoTars, describe_image_tars, describe_video_tars
 from vit_tp.data.video_folder import VideoFolder, describe_video_folder
 from vit_tp.errors import ConfigError
 
@@ -32,6 +33,8 @@ SOURCES: dict[str, SourceKind] = {
     "digits": SourceKind(describe_digits, Digits),
     "moving_digits": SourceKind(describe_moving_digits, MovingDigits),
     "image_folder": SourceKind(describe_image_folder, ImageFolder),
+    "image_tars": SourceKind(describe_image_tars, ImageTars),
+    "video_tars": SourceKind(describe_video_tars, VideoTars),
     "video_folder": SourceKind(describe_video_folder, VideoFolder),
 }
 

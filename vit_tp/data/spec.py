@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -115,35 +115,50 @@ class Source(Protocol):
         """Return what a person would look for when this sample is broken, for example its path."""
 
 
-class StreamSource(Protocol):
-    """One split that is read from front to back, in parts that begin anywhere.
+class Unreadable(NamedTuple):
+    """What stands in the place of a sample that a stream could not find whole.
 
-    The samples of an epoch stand in an order that follows from (seed, epoch); a part is a run of them.
+    Args:
+        reason: Why.
+    """
+
+    reason: str
+
+
+@runtime_checkable
+class StreamSource(Protocol):
+    """One split that lies in shards, each of which is read from front to back.
+
+    Reading gives raw samples, of which a whole window is held; decoding comes later. Which places are read when is
+    decided by streams.py.
 
     Attributes:
         form: What its samples look like.
         in_chans: Channels, C.
         views: Rows that one sample makes.
+        shard_sizes: Samples of each shard. A sample's index is its place when the shards follow one another.
+        num_streams: Streams that an epoch is read in; None: chosen by the batch.
+        shuffle_window: Samples of a stream that are shuffled with one another.
     """
 
     form: Form
     in_chans: int
     views: int
+    shard_sizes: tuple[int, ...]
+    num_streams: int | None
+    shuffle_window: int
 
     def __len__(self) -> int:
         """Return the number of samples."""
 
-    def read(self, epoch: int, first: int, last: int, begin: int = 0) -> Iterator[tuple[SampleKey, Sample | Exception]]:
-        """Yield the samples at places first <= place < last of an epoch's order, each once, shuffled among themselves.
+    def fetch(self, shard: int, first: int, last: int) -> Iterator[Any]:
+        """Yield what is stored at places first <= place < last of a shard, in order: raw, or Unreadable."""
 
-        Args:
-            epoch: Pass over the data, from 0.
-            first: Where the part begins.
-            last: Where it ends.
-            begin: How many of its samples to leave out, as if they had been read already.
+    def decode(self, raw: Any, key: SampleKey) -> Sample:
+        """Decode and augment one raw sample; nothing but key and Form decides what is random about it.
 
-        Yields:
-            The key of a sample, and the sample, or what kept it from being read.
+        Raises:
+            Exception: Whatever decoding it raises; the loader replaces the sample and reports it.
         """
 
     def name(self, index: int) -> str:
