@@ -28,6 +28,12 @@ TEST_REQUIRES = [
     "import-linter>=2.1,<3",  # the storeys of the package
     "ruff>=0.12,<1",  # what a reader should not have to look for
 ]
+EXTRAS = {
+    "video": ["av>=14,<19"],  # PyAV; its wheels carry FFmpeg
+    "torchcodec": ["torchcodec>=0.8"],  # decodes on GPUs too; each release is built against one torch, and needs FFmpeg
+    "tars": ["webdataset>=1.0,<2"],  # gopen and the iterators over members
+    "tiff": ["tifffile>=2024.8.10", "zarr>=3,<4"],  # windows of tiled and pyramidal TIFFs
+}
 # Exactly what the tests were run with; `vit-tp doctor` compares.
 PINS = Path(__file__).with_name("requirements.txt").read_text().splitlines()
 TESTED = [line for line in PINS if line and not line.startswith("#")]
@@ -42,6 +48,6 @@ setup(
     packages=[*find_packages(include=["vit_tp", "vit_tp.*"]), "vit_tp.conf"],
     package_data={"vit_tp.conf": ["*.yaml", "**/*.yaml"]},
     install_requires=INSTALL_REQUIRES,
-    extras_require={"test": TEST_REQUIRES, "tested": TESTED},
+    extras_require={**EXTRAS, "all": sum(EXTRAS.values(), []), "test": TEST_REQUIRES, "tested": TESTED},
     entry_points={"console_scripts": ["vit-tp = vit_tp.cli:main"]},
 )
