@@ -28,6 +28,10 @@ TEST_REQUIRES = [
     "import-linter>=2.1,<3",  # the storeys of the package
     "ruff>=0.12,<1",  # what a reader should not have to look for
 ]
+TIFF_REQUIRES = [
+    "tifffile>=2024.8.10",  # finds levels and decodes one tile; parts of TIFFs are read by these two calls
+    "imagecodecs>=2024.6.1",  # JPEG, LZW, JPEG 2000 and zstd in TIFFs; without it, deflate and none
+]
 # Exactly what the tests were run with; `vit-tp doctor` compares.
 PINS = Path(__file__).with_name("requirements.txt").read_text().splitlines()
 TESTED = [line for line in PINS if line and not line.startswith("#")]
@@ -42,6 +46,6 @@ setup(
     packages=[*find_packages(include=["vit_tp", "vit_tp.*"]), "vit_tp.conf"],
     package_data={"vit_tp.conf": ["*.yaml", "**/*.yaml"]},
     install_requires=INSTALL_REQUIRES,
-    extras_require={"test": TEST_REQUIRES, "tested": TESTED},
+    extras_require={"test": TEST_REQUIRES, "tested": TESTED, "tiff": TIFF_REQUIRES},
     entry_points={"console_scripts": ["vit-tp = vit_tp.cli:main"]},
 )

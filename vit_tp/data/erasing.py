@@ -1,8 +1,8 @@
 """How are boxes of an image erased, alike on every rank that holds it?
 
-By timm's RandomErasing, on the device and after normalising, sample by sample under a seed that travels with the sample:
-tensor-parallel peers erase the same boxes with the same noise, and the micro-batch that a sample comes in makes no
-difference. The global generators are put back, those of the device included.
+By timm's RandomErasing, on the device and after normalising, sample by sample under a seed that travels with the
+sample: tensor-parallel peers erase the same boxes with the same noise, and the micro-batch that a sample comes in makes
+no difference. The global generators are put back, those of the device included.
 
 Does not know: where seeds come from, processes.
 
@@ -39,9 +39,9 @@ class Erasing:
     def __init__(self, prob: float, mode: str = "pixel", count: int = 1) -> None:
         if not 0 <= prob <= 1 or mode not in MODES or count < 1:
             raise ConfigError(
-                f"data.random_erasing={prob}, data.erasing_mode={mode} and data.erasing_count={count} do not say how to "
-                f"erase; they are a probability, one of {', '.join(MODES)}, and a number of boxes from 1 on. Use for "
-                f"example data.random_erasing=0.25 data.erasing_mode=pixel data.erasing_count=1."
+                f"data.random_erasing={prob}, data.erasing_mode={mode} and data.erasing_count={count} do not say how "
+                f"to erase; they are a probability, one of {', '.join(MODES)}, and a number of boxes from 1 on. Use "
+                f"for example data.random_erasing=0.25 data.erasing_mode=pixel data.erasing_count=1."
             )
         self._prob, self._mode, self._count = prob, mode, count
 
@@ -76,9 +76,8 @@ class Erasing:
         """Return what timm is to erase at once, each (channels, Y, X), as views."""
         if image.ndim == 3:
             return [image]
-        if (
-            self._mode == "rand"
-        ):  # each channel has its colour: frame after frame under one seed, or colours would flicker
+        if self._mode == "rand":
+            # A colour is drawn for each channel: frame after frame under one seed, or it would flicker.
             return list(image.unbind(1))
         return [image.flatten(0, 1)]
 
