@@ -83,12 +83,12 @@ def test_a_reduced_image_shows_the_same(large, reduced, form):
 
 
 def test_a_reduced_image_takes_a_fraction_of_the_time(tmp_path):
-    smooth(4000, 3000).save(tmp_path / "a.jpg")
+    smooth(2000, 1500).save(tmp_path / "a.jpg")
     seconds = {}
     for reduced in ("never", "train"):
         pipeline = ImagePipeline(DataConfig(reduced_decode=reduced, crop_scale=[0.5, 1.0]), TRAIN)
         begun = time.process_time()
-        for index in range(3):
+        for index in range(5):
             pipeline.load(tmp_path / "a.jpg", SampleKey(0, index))
         seconds[reduced] = time.process_time() - begun
     assert seconds["train"] < seconds["never"] / 2
@@ -146,9 +146,8 @@ def test_an_image_follows_from_its_key_alone_and_leaves_the_generators_alone(lar
     assert before == (random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes())
     others = [SampleKey(0, 2), SampleKey(1, 1), SampleKey(0, 1, 1)]
     assert not any(torch.equal(pipeline.load(large, key), image) for key in others)
-    assert not torch.equal(
-        ImagePipeline(DataConfig(**AUGMENTED), Form("train", 1, (32, 48))).load(large, others[0]), image
-    )
+    reseeded = ImagePipeline(DataConfig(**AUGMENTED), Form("train", 1, (32, 48)))
+    assert not torch.equal(reseeded.load(large, SampleKey(0, 1)), image)
 
 
 def test_a_photo_is_turned_before_it_is_cropped(tmp_path):
@@ -177,20 +176,20 @@ def test_a_file_that_never_answers_is_given_up_in_time(tmp_path):
     os.close(os.open(tmp_path / "stuck.jpg", os.O_RDWR))
 
 
-class StopsHalfway(io.BytesIO):
-    """A file whose second half never comes."""
+class StopsAfterTheHeader(io.BytesIO):
+    """A file whose pixels do not come: PIL asks for these in large pieces."""
 
     def read(self, size=-1):
-        if self.tell() > len(self.getvalue()) // 2:
+        if size > 10_000:
             time.sleep(3)
         return super().read(size)
 
 
-def test_a_file_that_stops_halfway_is_given_up_in_time(large):
+def test_a_file_that_stops_after_the_header_is_given_up_in_time(large):
     pipeline = ImagePipeline(DataConfig(timeout_s=0.5), TRAIN)
     state, begun = random.getstate(), time.monotonic()
     with pytest.raises(DecodeTimeout):
-        pipeline.load(StopsHalfway(large.read_bytes()), SampleKey(0, 0))
+        pipeline.load(StopsAfterTheHeader(large.read_bytes()), SampleKey(0, 0))
     assert time.monotonic() - begun < 2.5 and random.getstate() == state
 
 

@@ -440,9 +440,7 @@ def test_what_is_decoded_whole_is_refused_past_pils_limit(tmp_path, monkeypatch,
         tifffile.imwrite(tmp_path / name, np.asarray(smooth(400, 300)), photometric="rgb", rowsperstrip=10)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 7000)
     if name == "a.jpg":
-        with pytest.raises(
-            DataError, match="400 x 300 pixels would have to be decoded, more than PIL's limit of 14000"
-        ):
+        with pytest.raises(DataError, match="400 x 300 pixels would have to be decoded, more than .* 14000"):
             open_picture(tmp_path / name).read()
         assert open_picture(tmp_path / name).read(None, (100, 75)).size == (100, 75)
     else:  # strip by strip
@@ -480,9 +478,10 @@ def test_a_file_that_is_cut_short(tmp_path, name, share):
     one_line(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"no picture", b"\xff\xd8\xff", b"II*\0", b"MM\0*\0\0\0\x08", b"\x89PNG\r\n\x1a\n"]
-)
+STARTS = [b"", b"no picture", b"\xff\xd8\xff", b"II*\0", b"MM\0*\0\0\0\x08", b"\x89PNG\r\n\x1a\n"]
+
+
+@pytest.mark.parametrize("content", STARTS)
 def test_a_file_that_is_no_picture(tmp_path, content):
     (tmp_path / "a.jpg").write_bytes(content)
     reason = one_line(tmp_path / "a.jpg")

@@ -99,7 +99,7 @@ def test_evaluation_is_timms(img_size, eval_crop):
 @pytest.mark.parametrize("eval_crop", [0.875, 1.0])
 @pytest.mark.parametrize("size", [(640, 480), (300, 900)])
 def test_an_evaluation_says_how_small_a_picture_may_come(img_size, eval_crop, size):
-    """At the size that is enough nothing is blown up: resizing that picture is resizing the whole one."""
+    """At the size that is enough nothing is blown up, and nothing moves by as much as a pixel of the result."""
     transform = build_transform(DataConfig(eval_crop=eval_crop), False, img_size)
     crop = transform.crop(size)
     assert crop.box == whole(size)
@@ -107,8 +107,8 @@ def test_an_evaluation_says_how_small_a_picture_may_come(img_size, eval_crop, si
     image = Image.fromarray(np.stack([x, y, x], -1).astype(np.uint8))
     by = min(image.width // crop.min_size[0], image.height // crop.min_size[1])
     assert by > 1
-    small = transform.finish(image.reduce(by), crop).int()
-    assert (small - transform.finish(image, crop).int()).abs().max() <= 3
+    difference = (transform.finish(image.reduce(by), crop).float() - transform.finish(image, crop)).abs()
+    assert difference.max() <= 250 / min(img_size)  # what lies between two neighbours, or less
 
 
 def test_an_evaluation_never_draws_its_interpolation():
@@ -130,10 +130,7 @@ def test_mean_and_deviation_are_imagenets_where_none_are_given():
     assert normalisation(DataConfig(mean=[0.1, 0.2, 0.3], std=[1, 2, 3])) == ((0.1, 0.2, 0.3), (1, 2, 3))
 
 
-@pytest.mark.parametrize(
-    "knobs",
-    [{"auto_augment": "rnad-m9"}, {"auto_augment": "rand-mmm"}, {"interpolation": "bicubik"}, {"color_jitter": -1.0}],
-)
+@pytest.mark.parametrize("knobs", [{"auto_augment": "rnad-m9"}, {"interpolation": "bicubik"}, {"color_jitter": -1.0}])
 def test_what_timm_refuses_is_named(knobs):
     [(name, value)] = knobs.items()
     with pytest.raises(ConfigError, match=f"data.{name}={value}.* do not make a timm transform .*Use for example"):
