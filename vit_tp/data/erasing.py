@@ -11,14 +11,11 @@ Source: timm 1.0, timm/data/random_erasing.py; Zhong et al., arXiv 1708.04896.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
+from vit_tp.data.sampling import device_randomness
 from vit_tp.errors import ConfigError
 
 MODES = ("pixel", "rand", "const")
@@ -65,7 +62,7 @@ class Erasing:
         erase = RandomErasing(
             self._prob, mode=self._mode, max_count=self._count, num_splits=0, device=str(images.device)
         )
-        with _generators_put_back(images.device) as seed_all:
+        with device_randomness(images.device) as seed_all:
             for image, seed in zip(images, seeds.tolist()):
                 for plane in self._planes(image):
                     seed_all(seed)
@@ -80,25 +77,3 @@ class Erasing:
             # A colour is drawn for each channel: frame after frame under one seed, or it would flicker.
             return list(image.unbind(1))
         return [image.flatten(0, 1)]
-
-
-@contextmanager
-def _generators_put_back(device: torch.device) -> Iterator:
-    """Yield a function that seeds what timm draws from, and restore the states on the way out."""
-    if device.type == "cpu":
-        generator = torch.default_generator
-    else:
-        module = torch.get_device_module(device)
-        index = module.current_device() if device.index is None else device.index
-        generator = module.default_generators[index]
-
-    def seed_all(seed: int) -> None:
-        random.seed(seed)
-        generator.manual_seed(seed)
-
-    python_state, torch_state = random.getstate(), generator.get_state()
-    try:
-        yield seed_all
-    finally:
-        random.setstate(python_state)
-        generator.set_state(torch_state)
