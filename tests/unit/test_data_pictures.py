@@ -277,6 +277,19 @@ def test_a_window_of_a_tiled_tiff_is_numpys(tmp_path, kind, compression):
         assert not file.closed
 
 
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+def test_strips_that_pil_does_not_read(tmp_path):
+    planes = noise(3, 101, 203, dtype=np.uint16)
+    tifffile.imwrite(tmp_path / "planes.tif", planes, photometric="rgb", planarconfig="separate")
+    tifffile.imwrite(tmp_path / "big.tif", noise(101, 203, 3), photometric="rgb", bigtiff=True, byteorder=">")
+    with Image.open(tmp_path / "planes.tif") as image:
+        assert np.abs(np.asarray(image, int) - planes.transpose(1, 2, 0) // 257).max() > 200, "PIL reads these now"
+    with pytest.raises(UnidentifiedImageError):
+        Image.open(tmp_path / "big.tif")
+    np.testing.assert_array_equal(pixels(tmp_path / "planes.tif"), np.rint(planes.transpose(1, 2, 0) / 257))
+    np.testing.assert_array_equal(pixels(tmp_path / "big.tif", Box(3, 4, 50, 60)), noise(101, 203, 3)[4:60, 3:50])
+
+
 def test_a_tiled_palette(tmp_path):
     index, palette = noise(50, 60), noise(3, 256, dtype=np.uint16)
     tifffile.imwrite(tmp_path / "a.tif", index, tile=(16, 16), photometric="palette", colormap=palette)
@@ -356,7 +369,7 @@ def test_a_tiled_tiff_without_tifffile_names_what_to_install(tmp_path, monkeypat
     tifffile.imwrite(tmp_path / "tiles.tif", noise(64, 64), tile=(16, 16))
     tifffile.imwrite(tmp_path / "strips.tif", noise(64, 64))
     monkeypatch.setitem(sys.modules, "tifffile", None)
-    with pytest.raises(ConfigError, match=r"tifffile.* is not installed\. Use pip install 'vit-tp\[tiff\]'"):
+    with pytest.raises(ConfigError, match=r"tifffile, which does, is not installed\. Use pip install 'vit-tp\[tiff\]'"):
         open_picture(tmp_path / "tiles.tif")
     assert open_picture(tmp_path / "strips.tif").read().size == (64, 64)
 

@@ -248,7 +248,7 @@ def test_a_broken_image_is_one_fault(windows):
 def test_windows_of_tiled_images_need_a_package_that_is_named(windows, monkeypatch):
     monkeypatch.setitem(sys.modules, "tifffile", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"tifffile.* is not installed\. Use pip install 'vit-tp\[tiff\]'"):
+    with pytest.raises(ConfigError, match=r"tifffile, which does, is not installed\. Use pip install 'vit-tp\[tiff\]'"):
         describe(folder_config(windows, tile_size=64))
     assert ["2 TIFFs" not in note and "3 TIFFs" in note for note in describe(folder_config(windows)).notes] == [
         True
