@@ -32,7 +32,8 @@ EXTRAS = {
     "video": ["av>=14,<19"],  # PyAV; its wheels carry FFmpeg
     "torchcodec": ["torchcodec>=0.8"],  # decodes on GPUs too; each release is built against one torch, and needs FFmpeg
     "tars": ["webdataset>=1.0,<2"],  # gopen and the iterators over members
-    "tiff": ["tifffile>=2024.8.10", "zarr>=3,<4"],  # windows of tiled and pyramidal TIFFs
+    # windows of tiled and pyramidal TIFFs; imagecodecs for JPEG, LZW, JPEG 2000 and zstd in them
+    "tiff": ["tifffile>=2024.8.10", "imagecodecs>=2024.6.1"],
 }
 # Exactly what the tests were run with; `vit-tp doctor` compares.
 PINS = Path(__file__).with_name("requirements.txt").read_text().splitlines()

@@ -1,8 +1,8 @@
 """How are boxes of an image erased, alike on every rank that holds it?
 
-By timm's RandomErasing, on the device and after normalising, sample by sample under a seed that travels with the sample:
-tensor-parallel peers erase the same boxes with the same noise, and the micro-batch that a sample comes in makes no
-difference. The global generators are put back, those of the device included.
+By timm's RandomErasing, on the device and after normalising, sample by sample under a seed that travels with the
+sample: tensor-parallel peers erase the same boxes with the same noise, and the micro-batch that a sample comes in makes
+no difference. The global generators are put back, those of the device included.
 
 Does not know: where seeds come from, processes.
 
@@ -11,14 +11,11 @@ Source: timm 1.0, timm/data/random_erasing.py; Zhong et al., arXiv 1708.04896.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
+from vit_tp.data.sampling import device_randomness
 from vit_tp.errors import ConfigError
 
 MODES = ("pixel", "rand", "const")
@@ -39,9 +36,9 @@ class Erasing:
     def __init__(self, prob: float, mode: str = "pixel", count: int = 1) -> None:
         if not 0 <= prob <= 1 or mode not in MODES or count < 1:
             raise ConfigError(
-                f"data.random_erasing={prob}, data.erasing_mode={mode} and data.erasing_count={count} do not say how to "
-                f"erase; they are a probability, one of {', '.join(MODES)}, and a number of boxes from 1 on. Use for "
-                f"example data.random_erasing=0.25 data.erasing_mode=pixel data.erasing_count=1."
+                f"data.random_erasing={prob}, data.erasing_mode={mode} and data.erasing_count={count} do not say how "
+                f"to erase; they are a probability, one of {', '.join(MODES)}, and a number of boxes from 1 on. Use "
+                f"for example data.random_erasing=0.25 data.erasing_mode=pixel data.erasing_count=1."
             )
         self._prob, self._mode, self._count = prob, mode, count
 
@@ -65,7 +62,7 @@ class Erasing:
         erase = RandomErasing(
             self._prob, mode=self._mode, max_count=self._count, num_splits=0, device=str(images.device)
         )
-        with _generators_put_back(images.device) as seed_all:
+        with device_randomness(images.device) as seed_all:
             for image, seed in zip(images, seeds.tolist()):
                 for plane in self._planes(image):
                     seed_all(seed)
@@ -76,30 +73,7 @@ class Erasing:
         """Return what timm is to erase at once, each (channels, Y, X), as views."""
         if image.ndim == 3:
             return [image]
-        if (
-            self._mode == "rand"
-        ):  # each channel has its colour: frame after frame under one seed, or colours would flicker
+        if self._mode == "rand":
+            # A colour is drawn for each channel: frame after frame under one seed, or it would flicker.
             return list(image.unbind(1))
         return [image.flatten(0, 1)]
-
-
-@contextmanager
-def _generators_put_back(device: torch.device) -> Iterator:
-    """Yield a function that seeds what timm draws from, and restore the states on the way out."""
-    if device.type == "cpu":
-        generator = torch.default_generator
-    else:
-        module = torch.get_device_module(device)
-        index = module.current_device() if device.index is None else device.index
-        generator = module.default_generators[index]
-
-    def seed_all(seed: int) -> None:
-        random.seed(seed)
-        generator.manual_seed(seed)
-
-    python_state, torch_state = random.getstate(), generator.get_state()
-    try:
-        yield seed_all
-    finally:
-        random.setstate(python_state)
-        generator.set_state(torch_state)

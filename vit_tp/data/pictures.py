@@ -93,7 +93,11 @@ def _open(stream: BinaryIO, owned: BinaryIO | None, reduce_jpeg: bool) -> Pictur
     if start.startswith(_TIFF):
         if is_read_by_tile(stream, start):
             return TiledTiff(stream, owned)
-        return _Decoded(_parsed(TiffImagePlugin.TiffImageFile, stream), owned)
+        try:
+            return _Decoded(_parsed(TiffImagePlugin.TiffImageFile, stream), owned)
+        except DataError:  # a BigTIFF of the other byte order, for example
+            stream.seek(0)
+            return TiledTiff(stream, owned)
     if start.startswith(_JPEG):
         return _Decoded(_parsed(JpegImagePlugin.JpegImageFile, stream), owned, (8, 4, 2, 1) if reduce_jpeg else (1,))
     try:

@@ -10,13 +10,14 @@ Does not know: what a transform does, nor which rank or worker asks.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 
 from vit_tp.data.order import SampleKey
+from vit_tp.parallel.rng import default_generator
 
 # SeedSequence pads short keys with zeros: (seed, epoch) of data/order.py and (seed, epoch, 0) would be one stream
 # without a first word that tells them apart.
@@ -55,3 +56,27 @@ def sample_randomness(seed: int, key: SampleKey) -> Iterator[None]:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         torch.set_rng_state(torch_state)
+
+
+@contextmanager
+def device_randomness(device: torch.device) -> Iterator[Callable[[int], None]]:
+    """Yield a function that seeds what is drawn for a sample on a device, and restore the states on the way out.
+
+    Args:
+        device: Whose default generator is seeded, beside Python's.
+
+    Yields:
+        A function of sample_seed's bits.
+    """
+    generator = default_generator(device)
+
+    def seed_all(bits: int) -> None:
+        random.seed(bits)
+        generator.manual_seed(bits)
+
+    python_state, torch_state = random.getstate(), generator.get_state()
+    try:
+        yield seed_all
+    finally:
+        random.setstate(python_state)
+        generator.set_state(torch_state)

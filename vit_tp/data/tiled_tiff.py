@@ -30,7 +30,8 @@ from vit_tp.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from tifffile import TiffFrame, TiffPage
 
-_WIDTH, _LENGTH, _TILE_WIDTH, _SUB_IFDS, _NEW_SUBFILE_TYPE, _ORIENTATION = 256, 257, 322, 330, 254, 274
+_WIDTH, _LENGTH, _ORIENTATION, _PLANAR_CONFIGURATION = 256, 257, 274, 284
+_TILE_WIDTH, _SUB_IFDS, _NEW_SUBFILE_TYPE = 322, 330, 254
 _WHITE_IS_0, _GREY, _RGB, _PALETTE, _CMYK, _YCBCR = 0, 1, 2, 3, 5, 6
 _JPEG_COMPRESSIONS = (6, 7, 34892, 33007)
 _BLOCK = 2048
@@ -38,7 +39,9 @@ _INSTALL = "pip install 'vit-tp[tiff]'"
 
 
 def is_read_by_tile(stream: BinaryIO, start: bytes) -> bool:
-    """Return whether a TIFF has tiles or levels, or is too large to be decoded whole.
+    """Return whether a TIFF has tiles, levels or planes of a colour each, or is too large to be decoded whole.
+
+    Of planes of 16 bits PIL makes a wrong picture, without a word.
 
     Args:
         stream: At its start, and there again afterwards.
@@ -56,7 +59,8 @@ def is_read_by_tile(stream: BinaryIO, start: bytes) -> bool:
     first = pages[0] if pages else {}
     has_smaller_page = len(pages) == 2 and pages[1].get(_NEW_SUBFILE_TYPE, 0) & 1
     is_huge = first.get(_WIDTH, 0) * first.get(_LENGTH, 0) > pixel_limit()
-    return _TILE_WIDTH in first or _SUB_IFDS in first or bool(has_smaller_page) or is_huge
+    has_planes = first.get(_PLANAR_CONFIGURATION, 1) == 2
+    return _TILE_WIDTH in first or _SUB_IFDS in first or bool(has_smaller_page) or is_huge or has_planes
 
 
 def _directories(stream: BinaryIO, start: bytes) -> Iterator[dict[int, int]]:
@@ -95,8 +99,8 @@ class TiledTiff:
             from tifffile import TiffFile
         except ImportError as error:
             raise ConfigError(
-                f"it is a TIFF with tiles, with smaller levels or of more than {pixel_limit():.0f} pixels, and "
-                f"tifffile, which reads parts of it, is not installed. Use {_INSTALL}."
+                f"it is a TIFF with tiles, levels or planes, of more than {pixel_limit():.0f} pixels, or of a kind "
+                f"that PIL does not read; tifffile, which does, is not installed. Use {_INSTALL}."
             ) from error
         self._owned = owned
         series = TiffFile(stream).series

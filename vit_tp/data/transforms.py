@@ -81,7 +81,7 @@ def build_transform(data: DataConfig, is_training: bool, img_size: Size) -> Tran
     """
     try:
         return TrainTransform(data, img_size) if is_training else EvalTransform(data, img_size)
-    except (AssertionError, AttributeError, KeyError, ValueError, TypeError) as error:
+    except (AssertionError, KeyError, ValueError, TypeError) as error:
         raise ConfigError(
             f"data.auto_augment={data.auto_augment}, data.interpolation={data.interpolation}, "
             f"data.crop_scale={list(data.crop_scale)}, data.crop_ratio={list(data.crop_ratio)} and "

@@ -1,8 +1,8 @@
 """How are the images and targets of a micro-batch mixed?
 
 By timm's Mixup (mixup and cutmix, image i with image B-1-i), from a seed that the caller derives from the micro-batch's
-global number: whoever mixes it, on whatever grid, mixes it alike. Images and targets may lie in different processes; each
-mixes what it has, from the same seed.
+global number: whoever mixes it, on whatever grid, mixes it alike. Images and targets may lie in different processes;
+each mixes what it has, from the same seed.
 
 Does not know: where the seed comes from, the loss.
 
