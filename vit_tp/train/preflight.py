@@ -13,12 +13,14 @@ from torch import nn
 
 from vit_tp.checkpoint.pretrained import open_pretrained
 from vit_tp.config import BatchPlan, Config, DataConfig, batch_plan, check, eval_batch_plan
+from vit_tp.config.limits import STREAM_SOURCES
 from vit_tp.config.schedules import SCHEDULES
 from vit_tp.config.sizes import resolution_schedule
 from vit_tp.config.types import show
 from vit_tp.data.order import steps_per_epoch
 from vit_tp.data.sources import describe
 from vit_tp.data.spec import DataSpec
+from vit_tp.data.stream_order import choose_num_streams
 from vit_tp.errors import ConfigError, VitTpError
 from vit_tp.models.build import build_model, input_shape
 from vit_tp.models.costs import stage_bounds
@@ -145,6 +147,8 @@ def _bounds(model: nn.Module, config: Config) -> list[int]:
 def _require_batches(config: Config, plan: BatchPlan, spec: DataSpec) -> None:
     mixer = Mixer(config.recipe.mixing, config.recipe.smoothing, spec.num_classes)
     mixer.check_micro_batch_size(plan.micro_batch_size)
+    if config.data.source in STREAM_SOURCES:
+        choose_num_streams(config.data.num_streams, plan.global_batch_size, plan.dp_size)
 
 
 def _require_memory(config: Config, model: nn.Module, spec: DataSpec, device: DeviceMemory | None) -> Need | str:

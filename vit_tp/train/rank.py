@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from vit_tp.checkpoint.export import save_weights
 from vit_tp.config import Config, RunFolder, config_hash, fingerprint, is_one_model, run_folder
+from vit_tp.data.decode import choose_decoder, decoder_version
 from vit_tp.errors import ConfigError
 from vit_tp.parallel.topology import Topology
 from vit_tp.report.result import write_result
@@ -124,5 +125,17 @@ def _circumstances(run: Assembly) -> dict[str, object]:
         "grid": asdict(run.groups.topology),
         "dtype": run.config.compute.dtype,
         "device": run.device.type,
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in packages},
+            **_decoder(run),
+        },
     }
+
+
+def _decoder(run: Assembly) -> dict[str, str]:
+    """Return what decoded videos: another decoder may give other pixels."""
+    if not run.spec.is_video:
+        return {}
+    data = run.config.data
+    return {"decoder": decoder_version(choose_decoder(data.decoder, data.decoder_device))}

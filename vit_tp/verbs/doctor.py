@@ -22,6 +22,7 @@ from vit_tp.errors import ConfigError, VitTpError
 from vit_tp.launch import local
 
 SHOWN = ("torch", "torchvision", "timm", "deepspeed", "mpi4py")
+EXTRAS = ("video", "torchcodec", "tars", "tiff")
 COLUMNS = "{:<{}}  {:<33}  {:>8}  {:>6}  {:<11}  {}"
 
 
@@ -94,12 +95,15 @@ def _installation() -> int:
 
 def _versions() -> Iterator[tuple[str, str, str, bool]]:
     """Yield name, version, what is known of that version, and whether it will do."""
-    allowed, tested = {}, {}
+    allowed, tested, optional = {}, {}, {}
     for requirement in map(Requirement, requires("vit-tp") or []):
         if requirement.marker is None:
             allowed[requirement.name] = requirement.specifier
         elif requirement.marker.evaluate({"extra": "tested"}):
             tested[requirement.name] = requirement.specifier
+        for extra in EXTRAS if requirement.marker is not None else ():
+            if requirement.marker.evaluate({"extra": extra}):
+                optional[requirement.name] = (extra, requirement.specifier)
     yield _judge("python", platform.python_version(), SpecifierSet(metadata("vit-tp")["Requires-Python"]), None)
     yield "vit-tp", version("vit-tp"), "", True
     for name, wanted in allowed.items():
@@ -107,6 +111,11 @@ def _versions() -> Iterator[tuple[str, str, str, bool]]:
             yield _judge(name, version(name), wanted, tested.get(name))
         except PackageNotFoundError:
             yield name, "missing", f"needs {_range(wanted)}", False
+    for name, (extra, wanted) in optional.items():
+        try:
+            yield _judge(name, version(name), wanted, tested.get(name))
+        except PackageNotFoundError:
+            yield name, "none", f"only data that need it: pip install 'vit-tp[{extra}]'", True
 
 
 def _judge(name: str, number: str, wanted: SpecifierSet, tested: SpecifierSet | None) -> tuple[str, str, str, bool]:
