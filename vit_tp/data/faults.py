@@ -147,6 +147,7 @@ class FaultLog:
             instead = "left out" if fault.replaced_by is None else f"replaced by {fault.replaced_by}"
             print(f"cannot read {fault.name}: {fault.reason}; {instead}", flush=True)
         if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(fault._asdict()) + "\n" for fault in faults)
         looked_at = max(self.num_read, self.allowance)

@@ -55,6 +55,7 @@ class Assembly:
         feed: Where the engine's batches come from.
         input_size: Height and width of the input in pixels; of clips, the number of frames before them.
         all_stages: Names of all stages of the model.
+        log_folder: Where ranks note what they could not read.
     """
 
     config: Config
@@ -67,6 +68,7 @@ class Assembly:
     feed: Feed
     input_size: tuple[int, ...]
     all_stages: list[str]
+    log_folder: Path
 
     @property
     def steps_per_epoch(self) -> int:
@@ -86,7 +88,7 @@ class Assembly:
     @cached_property
     def fault_log(self) -> FaultLog:
         """What this rank could not read."""
-        path = unreadable_log(run_folder(self.config).log, self.groups.rank)
+        path = unreadable_log(self.log_folder, self.groups.rank)
         return FaultLog(path, self.config.data.max_bad_fraction, self.spec.num_train // self.plan.dp_size)
 
     @cached_property
@@ -161,7 +163,13 @@ class Assembly:
             yield batch
 
 
-def assemble(config: Config, topology: Topology, device: torch.device, weights: Path | None = None) -> Assembly:
+def assemble(
+    config: Config,
+    topology: Topology,
+    device: torch.device,
+    weights: Path | None = None,
+    log_folder: Path | None = None,
+) -> Assembly:
     """Build one rank's parts. Collective over the world.
 
     Args:
@@ -170,6 +178,7 @@ def assemble(config: Config, topology: Topology, device: torch.device, weights: 
         device: This rank's.
         weights: Folder of exported weights to evaluate; None builds a run that trains, from model.pretrained
             or its first weights.
+        log_folder: Where ranks note what they could not read; None: the run's.
     """
     load_plugins(config.plugins)
     spec = _describe_once(config.data)
@@ -211,7 +220,9 @@ def assemble(config: Config, topology: Topology, device: torch.device, weights: 
         limit_waiting(timeout)
     _, _, *input_size = input_shape(model, 1)
     feed = Feed(groups, device, pipe.schedule.loss_rank(topology.pp))
-    return Assembly(config, spec, plan, groups, device, task, engine, feed, tuple(input_size), stage_names(model))
+    log_folder = log_folder or run_folder(config).log
+    stages = stage_names(model)
+    return Assembly(config, spec, plan, groups, device, task, engine, feed, tuple(input_size), stages, log_folder)
 
 
 def _describe_once(data: DataConfig) -> DataSpec:

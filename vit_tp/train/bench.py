@@ -30,7 +30,7 @@ def total_steps(num_steps: int) -> int:
 
 def bench_data_rank(config: Config, env: RankEnv) -> dict[str, float]:
     """Measure as one rank; return the figures, the same on every rank. Collective over the world."""
-    run = join(config, env, None)
+    run = join(config, env)
     num_steps = config.recipe.max_steps // 2 - WARM_UP
     assert total_steps(num_steps) <= run.total_steps, (num_steps, run.total_steps)
     batches = run.training_batches()

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TextIO
 import torch.distributed as dist
 
 from vit_tp.checkpoint.export import save_weights
-from vit_tp.config import Config, RunFolder, config_hash, fingerprint, is_one_model, run_folder
+from vit_tp.config import Config, RunFolder, config_hash, eval_tag, fingerprint, is_one_model, run_folder
 from vit_tp.data.decode import choose_decoder, decoder_version
 from vit_tp.errors import ConfigError
 from vit_tp.parallel.topology import Topology
@@ -43,7 +43,7 @@ def train_rank(config: Config, env: RankEnv, console: TextIO) -> None:
         console: Where the progress bar goes.
     """
     started = time.perf_counter()
-    run = join(config, env, None)
+    run = join(config, env)
     folder = run_folder(config)
     recorder = Recorder(
         folder.path,
@@ -73,7 +73,7 @@ def train_rank(config: Config, env: RankEnv, console: TextIO) -> None:
 def eval_rank(config: Config, env: RankEnv, folder: RunFolder) -> dict[str, Any]:
     """Evaluate a finished run's weights as one rank; return its figures."""
     started = time.perf_counter()
-    run = join(config, env, folder.weights)
+    run = join(config, env, folder.weights, folder.eval_log(eval_tag(config)))
     figures = {**evaluate(run), **_circumstances(run), "wall_s": time.perf_counter() - started}
     stop_communication()
     return figures
@@ -89,12 +89,12 @@ def _plot(folder: RunFolder) -> None:
         print(f"{folder.plot} was not drawn: {type(error).__name__}: {error}", flush=True)
 
 
-def join(config: Config, env: RankEnv, weights: Path | None) -> Assembly:
+def join(config: Config, env: RankEnv, weights: Path | None = None, log_folder: Path | None = None) -> Assembly:
     topology = Topology(config.parallel.pp, config.parallel.dp, config.parallel.tp)
     topology.require_world(env.world_size)
     device = start_communication(timedelta(seconds=config.compute.timeout_s))
     _require_same(config_hash(config))
-    run = assemble(config, topology, device, weights)
+    run = assemble(config, topology, device, weights, log_folder)
     pipe, place = run.engine.module, run.groups.place
     held = " and ".join(f"{chunk[0].name} .. {chunk[-1].name}" for chunk in pipe.chunks)
     params = sum(p.numel() for p in pipe.parameters())
