@@ -34,6 +34,9 @@ LANES_FLOAT64 = 1e-12
 NORMS_FLOAT32 = 1e-6
 """Models whose norms timm computes in float32 whatever their type: a last bit of float64 may round either way."""
 
+PEAK_CLIPS = 0.08
+"""How far the estimate of a video model may lie above: folded queries, keys and values; seen at most 0.054."""
+
 PEAK_TENSORS = 0.02
 """Estimated peak of a rank against the tensors that really lived: the same to 0.1 % where a rank holds a hundred MB; on
 smaller ones scalars, headers and a generator's state count too."""

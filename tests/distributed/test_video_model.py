@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,6 +151,45 @@ def test_a_grid_trains_a_video_model_like_one_process(name: str, schedule: str):
     assert one[-1] < one[0] and len(set(one)) == 4
     for losses in run_world(train, 4, name, 2, 2, schedule):
         assert losses == pytest.approx(one, rel=LOSS_FLOAT32)
+
+
+VIDEO = {"attention": "factorised", "time_depth": 2}
+
+
+def exported(folder: str) -> dict[str, Tensor]:
+    """Write a video model's weights from four ranks; return the whole model's that this rank holds."""
+    import vit_tp
+    from vit_tp.checkpoint.export import save_weights
+    from vit_tp.models.stages import stage_names
+
+    whole = vit_tp.video_model(small_vit(), NUM_FRAMES, **VIDEO)
+    pipe = vit_tp.pipeline(randomise_(whole), vit_tp.Topology(2, 1, 2), F.cross_entropy)
+    save_weights(Path(folder), pipe.saved_stages, stage_names(whole), pipe.groups, lambda p: p)
+    return whole.state_dict()
+
+
+def test_an_export_says_what_it_is_and_is_read_as_it_was_written(tmp_path):
+    from safetensors import safe_open
+
+    from vit_tp.checkpoint.export import VIDEO as KEY
+    from vit_tp.checkpoint.export import fill_from
+    from vit_tp.config import ModelConfig
+    from vit_tp.config.schema import VideoConfig
+    from vit_tp.models.build import build_model
+    from vit_tp.models.stages import stage_names
+    from vit_tp.models.weights import FirstWeights, materialise
+
+    wanted = run_world(exported, 4, str(tmp_path))[0]
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        video = VideoConfig(**json.loads(file.metadata()[KEY]))
+        assert set(file.keys()) == wanted.keys()
+    assert video == VideoConfig(NUM_FRAMES, **VIDEO)
+    kwargs = {key: value for key, value in SMALL.items() if key not in ("img_size", "num_classes")}
+    model = build_model(ModelConfig("vit_tiny_patch16_224", kwargs, 32, video=video), 10, 3)
+    fill = fill_from(tmp_path, FirstWeights(0))
+    stages = [materialise(model, name, fill) for name in stage_names(model)]
+    found = {name: tensor for stage in stages for name, tensor in stage.named_timm_tensors()}
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def started(pp: int, tp: int, video: dict[str, Any], file: str | None) -> dict[str, Tensor]:

@@ -59,7 +59,7 @@ def test_the_stem_of_a_still_clip_is_the_image_models(image: str, inflation: str
     model = vit_tp.video_model(timm.create_model(VIT, **SMALL, img_size=32, num_classes=10), 8, tubelet_size=4)
     model.load_state_dict(started(wish(image, tubelet_size=4, inflation=inflation)))
     for tokens in model.patch_embed(x.unsqueeze(2).expand(-1, -1, 8, -1, -1)).flatten(2, 3).unbind(1):
-        assert torch.allclose(tokens, stock.patch_embed(x), atol=1e-6)
+        assert torch.allclose(tokens, stock.patch_embed(x), atol=1e-5)
 
 
 def test_one_line_says_what_became_of_every_tensor(image: str):

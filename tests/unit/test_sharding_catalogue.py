@@ -72,7 +72,8 @@ def test_a_survey_says_what_timm_builds(name: str, cut: str, tp_sizes: list[int]
 def test_the_first_lines_of_a_model_file_say_what_timm_builds(path: Path):
     config = compose([f"model={path.stem}", "data=digits"])
     check(config)
-    model = build_model(config.model, *((10, 1) if path.stem == "vit_digits" else (1000, 3)))
+    data = {"vit_digits": (10, 1), "vit_moving_digits": (10, 3)}
+    model = build_model(config.model, *data.get(path.stem, (1000, 3)))
     text = " ".join(line for line in path.read_text().splitlines() if line.startswith("#"))
     size, unit, depth, width = re.search(
         r"([\d.]+) ([MB]) parameters.*?: (?:.*? )?(\d+) blocks of width (\d+)", text
