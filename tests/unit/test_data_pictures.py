@@ -2,11 +2,13 @@
 
 import importlib.util
 import io
+import os
 import struct
 import subprocess
 import sys
 import warnings
 import zlib
+from contextlib import nullcontext
 from functools import lru_cache
 
 import numpy as np
@@ -507,6 +509,28 @@ def test_a_missing_file_and_a_folder(tmp_path):
         open_picture(tmp_path / "a.jpg")
     with pytest.raises(OSError):
         open_picture(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.png", "strips.tif", "tiles.tif"])
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_reading_closes_the_file_and_so_does_close(tmp_path, name, is_damaged):
+    path = tmp_path / name
+    if name == "tiles.tif":
+        tifffile.imwrite(path, noise(128, 128), tile=(16, 16))
+    else:
+        Image.fromarray(noise(128, 128)).save(path)
+
+    def is_open():
+        return any(os.path.realpath(f"/proc/self/fd/{fd}") == str(path) for fd in os.listdir("/proc/self/fd"))
+
+    first, second = open_picture(path), open_picture(path)
+    assert is_open()
+    second.close()
+    if is_damaged:
+        os.truncate(path, path.stat().st_size // 3)
+    with pytest.raises(Exception) if is_damaged else nullcontext():
+        first.read()
+    assert not is_open()
 
 
 # windows of many pictures
