@@ -24,6 +24,7 @@ from torchvision.transforms import functional as F
 
 from vit_tp.config import DataConfig
 from vit_tp.data.boxes import Box, WidthHeight, whole
+from vit_tp.data.posterize import allow_no_bits_
 from vit_tp.data.spec import Size
 from vit_tp.errors import ConfigError
 
@@ -118,6 +119,7 @@ class TrainTransform:
         )
         self._crop, *flips = primary.transforms
         assert isinstance(self._crop, RandomResizedCropAndInterpolation), self._crop
+        allow_no_bits_(secondary.transforms)
         self._rest = Compose([*flips, *secondary.transforms, *final.transforms])
         self._img_size = tuple(img_size)
 
