@@ -17,29 +17,34 @@ from tests.worlds import run_world
 
 SLOW = pytest.mark.slow
 VIT = ("vit_tiny_patch16_224", {"patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4})
+# VIT and ROPE are stock timm's; clips are the whole model's of tests/unit/test_models_video.py
 ROPE = ("eva02_tiny_patch14_224", {"patch_size": 4, "mlp_ratio": 4, "embed_dim": 32, "depth": 4, "num_heads": 4})
+CLIPS = (*ROPE, 4)
 # the table's own size, smaller, wide, and high; N = 17 to 37 tokens
 SIZES = [(16, 16), (16, 16), (8, 8), (8, 24), (24, 8), (16, 16)]
 GLOBAL_BATCH, PARTS = 8, 4
 
 
-def build(device: str, family: str, kwargs: dict[str, Any]) -> torch.nn.Module:
+def build(device: str, family: str, kwargs: dict[str, Any], frames: int = 0) -> torch.nn.Module:
+    import vit_tp
+
     with torch.device(device):
-        return timm.create_model(family, img_size=16, num_classes=10, dynamic_img_size=True, **kwargs)
+        model = timm.create_model(family, img_size=16, num_classes=10, dynamic_img_size=True, **kwargs)
+    return vit_tp.video_model(model, frames, position="rope") if frames else model
 
 
-def growing_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+def growing_batches(frames: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(3)
     return [
         (
-            torch.randn(GLOBAL_BATCH, 3, *size, generator=generator),
+            torch.randn(GLOBAL_BATCH, 3, *([frames] if frames else []), *size, generator=generator),
             torch.randint(10, (GLOBAL_BATCH,), generator=generator),
         )
         for size in SIZES
     ]
 
 
-def train_growing(pp: int, dp: int, tp: int, model: tuple[str, dict[str, Any]], steps: int, **cut: Any) -> dict:
+def train_growing(pp: int, dp: int, tp: int, model: tuple, steps: int, **cut: Any) -> dict:
     import vit_tp
     from vit_tp.sharding.state import full_tensor
     from vit_tp.train.engine import full_precision
@@ -63,7 +68,7 @@ def train_growing(pp: int, dp: int, tp: int, model: tuple[str, dict[str, Any]], 
         },
     )
     losses, norms, changes = [], [], []
-    for images, targets in growing_batches()[:steps]:
+    for images, targets in growing_batches(*model[2:])[:steps]:
         changes.append(pipe.arrange_(tuple(images.shape[-2:])))
         if changes[-1]:
             engine.reset_activation_shape()
@@ -79,7 +84,7 @@ def train_growing(pp: int, dp: int, tp: int, model: tuple[str, dict[str, Any]], 
     }
 
 
-@pytest.fixture(scope="module", params=[VIT, ROPE], ids=["learnt", "rotary"])
+@pytest.fixture(scope="module", params=[VIT, ROPE, pytest.param(CLIPS, marks=SLOW)], ids=["learnt", "rotary", "clips"])
 def stock(request) -> tuple:
     """Stock timm and torch's AdamW from the weights that one process starts from."""
     first = merged(run_world(train_growing, 1, 1, 1, 1, request.param, 0), "first")
@@ -90,7 +95,7 @@ def stock(request) -> tuple:
     groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR)
     losses, norms = [], []
-    for images, targets in growing_batches():
+    for images, targets in growing_batches(*request.param[2:]):
         loss = torch.nn.functional.cross_entropy(model(images), targets)
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
