@@ -134,13 +134,22 @@ def test_cut_pieces_are_a_slice_of_the_places(sizes, data):
 
 
 @settings(deadline=None)
-@given(num_samples=st.integers(1, 500), shuffle_window=st.integers(1, 80))
-def test_windows_cover_a_stream_and_none_is_a_crumb(num_samples, shuffle_window):
-    edges = window_edges(num_samples, shuffle_window)
+@given(
+    num_samples=st.integers(1, 500), shuffle_window=st.integers(1, 80), num_streams=st.integers(1, 64), data=st.data()
+)
+def test_windows_cover_a_stream_and_none_is_a_crumb(num_samples, shuffle_window, num_streams, data):
+    stream = data.draw(st.integers(0, num_streams - 1))
+    edges = window_edges(num_samples, shuffle_window, stream, num_streams)
     lengths = [high - low for low, high in zip(edges, edges[1:], strict=False)]
     assert edges[0] == 0 and edges[-1] == num_samples
-    assert max(lengths) <= shuffle_window and max(lengths) - min(lengths) <= 1
-    assert len(lengths) == -(-num_samples // shuffle_window)
+    assert min(lengths) >= 1 and max(lengths) <= shuffle_window
+    assert min(lengths) >= max(lengths) / 2 - 1.5
+    assert len(lengths) <= num_samples / shuffle_window * 2 + 1
+
+
+def test_streams_begin_their_windows_in_different_steps():
+    first = [window_edges(1000, 64, stream, 16)[1] for stream in range(16)]
+    assert first == sorted(set(first), reverse=True) and 30 <= first[-1] < first[0] <= 64
 
 
 def test_orders_differ_between_seeds_epochs_streams_and_windows_and_stay_what_they_are():

@@ -79,15 +79,24 @@ def cut_pieces(pieces: Sequence[Piece], first: int, last: int) -> list[Piece]:
     return parts
 
 
-def window_edges(num_samples: int, shuffle_window: int) -> list[int]:
-    """Return where a stream's windows begin, and its end: as few as will do, and none much smaller than the others.
+def window_edges(num_samples: int, shuffle_window: int, stream: int, num_streams: int) -> list[int]:
+    """Return where a stream's windows begin, and its end.
+
+    The first one is between half and a whole window long, another length for each stream, and the last makes up for
+    it: streams then do not all read a new window in the same step.
 
     Args:
-        num_samples: Samples of the stream in one epoch, 1 or more.
+        num_samples: Samples of the stream in one epoch, L, 1 or more.
         shuffle_window: Samples of a window at most.
+        stream: Which stream.
+        num_streams: How many there are, V.
     """
-    count = -(-num_samples // shuffle_window)
-    return [window * num_samples // count for window in range(count + 1)]
+    if num_samples <= shuffle_window:
+        return [0, num_samples]
+    whole = -((shuffle_window - 2 * num_samples) // (2 * shuffle_window))  # L is so many windows and a half, at most
+    parts = (2 * whole + 1) * num_streams
+    inner = {num_samples * (2 * num_streams * window - stream) // parts for window in range(1, whole + 1)}
+    return sorted({0, *inner, num_samples})
 
 
 def window_order(size: int, seed: int, epoch: int, stream: int, window: int) -> list[int]:

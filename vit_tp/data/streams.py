@@ -86,7 +86,7 @@ def stream_train_batches(
     loading = loading._replace(num_workers=min(loading.num_workers, share))
     # Groups are about as large as micro-batches, but no worker is left without one.
     size = max(1, min(plan.micro_batch_size // rows, share // max(loading.num_workers, 1)))
-    reading = EpochReading(source, steps, rows, repeats)
+    reading = EpochReading(source, steps, num_streams, rows, repeats)
     groups = [
         _StreamGroup(reading, own[first : first + size], range(first_step, last_step))
         for first in range(0, share, size)
@@ -131,12 +131,14 @@ class EpochReading:
     Args:
         source: The training split.
         steps: Optimizer steps of an epoch.
+        num_streams: Streams, V.
         rows: Samples that each stream gives to a step, G/V.
         repeats: Copies of each sample.
     """
 
     source: StreamSource
     steps: int
+    num_streams: int
     rows: int
     repeats: int
 
@@ -149,7 +151,7 @@ class EpochReading:
     def _epoch(self, epoch: int, stream: int, begin: int) -> Iterator[Loaded]:
         source, length = self.source, self.steps * self.rows
         num_samples = -(-length // self.repeats)
-        edges = window_edges(num_samples, source.shuffle_window)
+        edges = window_edges(num_samples, source.shuffle_window, stream, self.num_streams)
         first = next(window for window, end in enumerate(edges[1:]) if begin < end * self.repeats)
         places = (stream * num_samples + edges[first], (stream + 1) * num_samples)
         stored = _read(source, cut_pieces(epoch_pieces(source.shard_sizes, source.form.seed, epoch), *places))
