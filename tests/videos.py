@@ -130,6 +130,15 @@ def frames_of(path, only=None):
     return np.array(times), frames
 
 
+def header_length(path):
+    """Return the length in seconds that a file's header gives its video."""
+    import av
+
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        return float(stream.duration * stream.time_base)
+
+
 def on_display(times, wanted):
     """Return which frame is on display at each wanted time, by the documented rule, when frames come at `times`."""
     return [max(0, int(np.searchsorted(times, time + 1e-6, side="right")) - 1) for time in wanted]
