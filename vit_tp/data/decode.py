@@ -187,9 +187,8 @@ def decoder_version(decoder: str) -> str:
         import torchcodec
 
         torchcodec_problem()  # loads FFmpeg's libraries, whose version is known from then on
-        return (
-            f"torchcodec {torchcodec.__version__} (FFmpeg {getattr(torchcodec, 'ffmpeg_major_version', None) or '?'})"
-        )
+        libraries = getattr(torchcodec, "ffmpeg_major_version", None)
+        return f"torchcodec {torchcodec.__version__} (FFmpeg {libraries or 'of unknown version'})"
     import av
 
     return f"pyav {av.__version__} (FFmpeg {av.ffmpeg_version_info})"
