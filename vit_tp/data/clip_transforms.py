@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from PIL import Image
-from timm.data import IMAGENET_DEFAULT_MEAN, create_transform
+from timm.data import IMAGENET_DEFAULT_MEAN, auto_augment, create_transform
 from timm.data.transforms import str_to_interp_mode
 from torch import Tensor
 from torchvision.transforms import functional as TF
@@ -45,7 +45,7 @@ def build_frame_transform(data: DataConfig, is_training: bool, size: Size) -> Fr
     if not is_training and data.eval_crops == 3:
         return ThreeCrops(size, interpolation)
     try:
-        return create_transform(
+        transform = create_transform(
             (3, *size),
             is_training=is_training,
             use_prefetcher=True,  # ends with uint8: what follows is the device's
@@ -67,6 +67,24 @@ def build_frame_transform(data: DataConfig, is_training: bool, size: Size) -> Fr
             f"({type(error).__name__}: {error or 'assertion failed'}). Use for example "
             f"data.auto_augment=rand-m9-mstd0.5-inc1 or null, data.interpolation=bicubic, data.crop_scale=[0.08,1.0]."
         ) from error
+    return keep_no_bits_(transform)
+
+
+def keep_no_bits_(transform: FrameTransform) -> FrameTransform:
+    """Let timm's policies posterize to 0 bits again, which is black; Pillow 13 raises, for 2 in 1,000 of rand-m9-inc1.
+
+    Source: timm 1.0.31, timm/data/auto_augment.py, posterize; Pillow 12, ImageOps.posterize.
+    """
+    for step in transform.transforms:
+        policies = getattr(step, "policy", None) or [getattr(step, "ops", [])]
+        for op in (op for policy in policies for op in policy):
+            if op.aug_fn is auto_augment.posterize:
+                op.aug_fn = _posterize
+    return transform
+
+
+def _posterize(image: Image.Image, bits: int, **kwargs: object) -> Image.Image:
+    return auto_augment.posterize(image, bits, **kwargs) if bits > 0 else Image.new(image.mode, image.size)
 
 
 def augment_clip(transform: FrameTransform, frames: np.ndarray, seed: int, key: SampleKey) -> Tensor:

@@ -15,6 +15,7 @@ import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import cache
 from typing import BinaryIO, Protocol
 
@@ -158,15 +159,22 @@ def torchcodec_problem() -> str | None:
     if importlib.util.find_spec("torchcodec") is None:
         return "it is not installed"
     try:
-        from torchcodec.decoders import VideoDecoder
-
+        from torchcodec.decoders import VideoDecoder, VideoStreamMetadata
+    except Exception as error:
+        return _why_not(error)
+    if "rotation" not in {field.name for field in fields(VideoStreamMetadata)}:
+        return "versions before 0.11 do not turn videos upright"
+    try:
         VideoDecoder(b"no video")  # since 0.17 FFmpeg's libraries are loaded by the first decoder, not by the import
     except Exception as error:
-        text = str(error)
-        if "libtorchcodec" in text or isinstance(error, ImportError):
-            is_loading = "libtorchcodec" in text
-            return "it finds no FFmpeg libraries that it can load" if is_loading else " ".join(text.split())[:200]
+        return _why_not(error) if "libtorchcodec" in str(error) else None
     return None
+
+
+def _why_not(error: Exception) -> str:
+    if "libtorchcodec" in str(error):  # pages of attempts with each version of FFmpeg
+        return "it finds no FFmpeg libraries that it can load"
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def decoder_version(decoder: str) -> str:
@@ -179,9 +187,8 @@ def decoder_version(decoder: str) -> str:
         import torchcodec
 
         torchcodec_problem()  # loads FFmpeg's libraries, whose version is known from then on
-        return (
-            f"torchcodec {torchcodec.__version__} (FFmpeg {getattr(torchcodec, 'ffmpeg_major_version', None) or '?'})"
-        )
+        libraries = getattr(torchcodec, "ffmpeg_major_version", None)
+        return f"torchcodec {torchcodec.__version__} (FFmpeg {libraries or 'of unknown version'})"
     import av
 
     return f"pyav {av.__version__} (FFmpeg {av.ffmpeg_version_info})"

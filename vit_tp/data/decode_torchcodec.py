@@ -65,10 +65,11 @@ class TorchcodecReader:
         inside = [time for time in times if known.begin_stream_seconds <= time < known.end_stream_seconds]
         num_before = sum(time < known.begin_stream_seconds for time in times)
         num_after = len(times) - num_before - len(inside)
-        first = self._decoder.get_frames_at([0]).data.expand(num_before, -1, -1, -1) if num_before else None
-        rest = self._decoder.get_frames_at([last]).data.expand(num_after, -1, -1, -1) if num_after else None
-        parts = [first, self._played_at(inside) if inside else None, rest]
-        return np.concatenate([part.cpu().numpy() for part in parts if part is not None])
+        # In this order: it has been seen to return stale frames where it was to go back (its issue 1339).
+        parts = [self._decoder.get_frames_at([0]).data.expand(num_before, -1, -1, -1)] if num_before else []
+        parts += [self._played_at(inside)] if inside else []
+        parts += [self._decoder.get_frames_at([last]).data.expand(num_after, -1, -1, -1)] if num_after else []
+        return np.concatenate([part.cpu().numpy() for part in parts])
 
     def _played_at(self, times: list[float]) -> Tensor:
         frames = self._decoder.get_frames_played_at(times)
