@@ -12,6 +12,12 @@ from vit_tp.errors import ConfigError
 CHOICES = [(group, name) for group, names in list_choices().items() for name in names]
 
 
+CLIPS = ["vit_base_video", "vit_large_video", "vit_moving_digits"]
+# choices that mean clips, and what makes clips of the rest
+PARTNERS = {("model", name): ["data=moving_digits"] for name in CLIPS}
+PARTNERS |= {("data", name): ["model=vit_base_video"] for name in ("moving_digits", "video_folder", "video_tars")}
+
+
 @pytest.fixture
 def images(tmp_path) -> str:
     for split in ("train", "val"):
@@ -32,7 +38,7 @@ def test_every_folder_of_conf_is_a_group():
 
 @pytest.mark.parametrize(("group", "name"), CHOICES, ids=lambda word: word)
 def test_every_choice_composes_and_passes_check(group, name, images):
-    check(compose([f"{group}={name}", images]))
+    check(compose([f"{group}={name}", images, *PARTNERS.get((group, name), [])]))
 
 
 @pytest.mark.parametrize("path", sorted(Path(vit_tp.conf.__path__[0]).glob("experiment/*.yaml")), ids=lambda p: p.stem)

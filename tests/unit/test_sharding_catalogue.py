@@ -70,7 +70,8 @@ def test_a_survey_says_what_timm_builds(name: str, cut: str, tp_sizes: list[int]
 
 @pytest.mark.parametrize("path", CHOICES, ids=lambda path: path.stem)
 def test_the_first_lines_of_a_model_file_say_what_timm_builds(path: Path):
-    config = compose([f"model={path.stem}", "data=digits"])
+    takes_clips = "num_frames" in path.read_text()
+    config = compose([f"model={path.stem}", f"data={'moving_digits' if takes_clips else 'digits'}"])
     check(config)
     data = {"vit_digits": (10, 1), "vit_moving_digits": (10, 3)}
     model = build_model(config.model, *data.get(path.stem, (1000, 3)))
