@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 from PIL import Image
-from timm.data import IMAGENET_DEFAULT_MEAN, auto_augment, create_transform
 from timm.data.transforms import str_to_interp_mode
 from torch import Tensor
 from torchvision.transforms import functional as TF
@@ -23,7 +23,7 @@ from vit_tp.config import DataConfig
 from vit_tp.data.order import SampleKey
 from vit_tp.data.sampling import sample_randomness
 from vit_tp.data.spec import Size
-from vit_tp.errors import ConfigError
+from vit_tp.data.transforms import apply, build_transform
 
 FrameTransform = Callable[[Image.Image], Tensor]
 """From a frame to (3, Y, X) uint8, or to (3, 3, Y, X) with three crops."""
@@ -40,51 +40,10 @@ def build_frame_transform(data: DataConfig, is_training: bool, size: Size) -> Fr
     Raises:
         ConfigError: timm refuses a knob.
     """
-    # timm's "random" picks bilinear or bicubic for each clip in training; an evaluation needs one of them.
-    interpolation = "bicubic" if data.interpolation == "random" and not is_training else data.interpolation
     if not is_training and data.eval_crops == 3:
-        return ThreeCrops(size, interpolation)
-    try:
-        transform = create_transform(
-            (3, *size),
-            is_training=is_training,
-            use_prefetcher=True,  # ends with uint8: what follows is the device's
-            scale=tuple(data.crop_scale),
-            ratio=tuple(data.crop_ratio),
-            hflip=data.hflip,
-            vflip=data.vflip,
-            color_jitter=data.color_jitter or None,
-            auto_augment=data.auto_augment,
-            interpolation=interpolation,
-            crop_pct=data.eval_crop,
-            mean=tuple(data.mean or IMAGENET_DEFAULT_MEAN),  # the colour that policies fill corners with
-        )
-    except (AssertionError, KeyError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"data.auto_augment={data.auto_augment}, data.interpolation={data.interpolation}, "
-            f"data.crop_scale={list(data.crop_scale)}, data.crop_ratio={list(data.crop_ratio)} and "
-            f"data.color_jitter={data.color_jitter} do not make a timm transform "
-            f"({type(error).__name__}: {error or 'assertion failed'}). Use for example "
-            f"data.auto_augment=rand-m9-mstd0.5-inc1 or null, data.interpolation=bicubic, data.crop_scale=[0.08,1.0]."
-        ) from error
-    return keep_no_bits_(transform)
-
-
-def keep_no_bits_(transform: FrameTransform) -> FrameTransform:
-    """Let timm's policies posterize to 0 bits again, which is black; Pillow 13 raises, for 2 in 1,000 of rand-m9-inc1.
-
-    Source: timm 1.0.31, timm/data/auto_augment.py, posterize; Pillow 12, ImageOps.posterize.
-    """
-    for step in transform.transforms:
-        policies = getattr(step, "policy", None) or [getattr(step, "ops", [])]
-        for op in (op for policy in policies for op in policy):
-            if op.aug_fn is auto_augment.posterize:
-                op.aug_fn = _posterize
-    return transform
-
-
-def _posterize(image: Image.Image, bits: int, **kwargs: object) -> Image.Image:
-    return auto_augment.posterize(image, bits, **kwargs) if bits > 0 else Image.new(image.mode, image.size)
+        # timm's "random" picks bilinear or bicubic for each clip in training; an evaluation needs one of them.
+        return ThreeCrops(size, "bicubic" if data.interpolation == "random" else data.interpolation)
+    return partial(apply, build_transform(data, is_training, size))
 
 
 def augment_clip(transform: FrameTransform, frames: np.ndarray, seed: int, key: SampleKey) -> Tensor:

@@ -92,6 +92,12 @@ def build_transform(data: DataConfig, is_training: bool, img_size: Size) -> Tran
         ) from error
 
 
+def apply(transform: Transform, image: Image.Image) -> Tensor:
+    """Return the sample (3, Y, X) uint8 of an image that is decoded already."""
+    crop = transform.crop(image.size)
+    return transform.finish(image.crop(crop.box), crop)
+
+
 class TrainTransform:
     """timm's training transform: random resized crop, flips, augmentation.
 
