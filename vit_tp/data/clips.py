@@ -42,8 +42,8 @@ def require_clips(data: DataConfig) -> None:
     complaints = []
     if data.eval_crops not in (1, 3):
         complaints.append(
-            f"data.eval_crops={data.eval_crops} is neither 1 nor 3; there is one crop in the middle, or one at each end "
-            f"too. Use data.eval_crops=1 or data.eval_crops=3."
+            f"data.eval_crops={data.eval_crops} is neither 1 nor 3; there is one crop in the middle, or one at each "
+            f"end too. Use data.eval_crops=1 or data.eval_crops=3."
         )
     if data.decoder_device != "cpu" and data.num_workers > 0:
         complaints.append(
