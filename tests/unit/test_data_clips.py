@@ -371,9 +371,10 @@ def test_images_cannot_be_asked_of_videos():
 
 
 def test_every_complaint_about_clips_comes_at_once():
-    data = DataConfig(decoder="pyav", decoder_device="cuda", num_workers=2, auto_augment="rnad-m9")
+    data = DataConfig(decoder="pyav", decoder_device="cuda", num_workers=2, auto_augment="rnad-m9", eval_crops=2)
     with pytest.raises(ConfigError) as caught:
         require_clips(data)
-    workers, device, policy = caught.value.complaints
+    crops, workers, device, policy = caught.value.complaints
+    assert "data.eval_crops=2 is neither 1 nor 3" in crops
     assert "data.num_workers=2 cannot work" in workers and "data.decoder=pyav does not decode" in device
     assert "data.auto_augment=rnad-m9" in policy

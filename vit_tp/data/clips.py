@@ -40,6 +40,11 @@ def require_clips(data: DataConfig) -> None:
         ConfigError: No decoder can be used, or timm refuses an augmentation knob.
     """
     complaints = []
+    if data.eval_crops not in (1, 3):
+        complaints.append(
+            f"data.eval_crops={data.eval_crops} is neither 1 nor 3; there is one crop in the middle, or one at each "
+            f"end too. Use data.eval_crops=1 or data.eval_crops=3."
+        )
     if data.decoder_device != "cpu" and data.num_workers > 0:
         complaints.append(
             f"data.decoder_device={data.decoder_device} with data.num_workers={data.num_workers} cannot work; loader "
