@@ -39,9 +39,11 @@ def within(seconds: float | None, decode: Callable[[], T]) -> T:
         helper = _own.helper = _Helper()
     try:
         is_done, value = helper.run(decode, seconds)
-    except Empty:
+    except BaseException as error:  # an interrupt too: the next one to ask would be given this one's answer
         _own.helper = None
-        raise DecodeTimeout(f"decoding took longer than data.timeout_s={seconds:g}") from None
+        if isinstance(error, Empty):
+            raise DecodeTimeout(f"decoding took longer than data.timeout_s={seconds:g}") from None
+        raise
     if not is_done:
         raise value
     return value
