@@ -60,14 +60,14 @@ def override(config: Config, overrides: Sequence[str], groups: Sequence[str]) ->
     Args:
         config: Stays as it is.
         overrides: As typed.
-        groups: Groups that may change.
+        groups: Groups, and single knobs by their whole name, that may change.
 
     Raises:
         ConfigError: As `compose`, and for each override of another group.
     """
-    other = [text for text in overrides if _key(text).split(".")[0] not in groups]
+    other = [text for text in overrides if not {_key(text).split(".")[0], _key(text)} & set(groups)]
     if other:
-        allowed = ", ".join(f"{group}.*" for group in groups)
+        allowed = ", ".join(name if "." in name else f"{name}.*" for name in groups)
         reason = "it decided what the run has learnt, or where it lies"
         raise ConfigError([f"{text} cannot be changed here; {reason}. Change only {allowed}." for text in other])
     composed, values = to_dict(compose(overrides)), to_dict(config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from vit_tp.config import FIRST_HALF, SECOND_HALF, list_knobs
+from vit_tp.config import EVALUATION, FIRST_HALF, SECOND_HALF, list_knobs
 from vit_tp.config.types import show
 
 WIDTH = 120
@@ -20,7 +20,7 @@ VERBS = {
 }
 USAGE = {
     "train": "vit-tp train [OVERRIDE ...]\n       vit-tp train --config-file FILE [OVERRIDE ...]",
-    "eval": f"vit-tp eval run=FOLDER [OVERRIDE of {', '.join(SECOND_HALF)} ...]",
+    "eval": f"vit-tp eval run=FOLDER [OVERRIDE of {', '.join(SECOND_HALF)}, or of how data are read ...]",
     "bench": "vit-tp bench data [OVERRIDE ...]",
     "doctor": "vit-tp doctor\n       vit-tp doctor --models [PATTERN ...] [plugins=[MODULE,...]]",
 }
@@ -30,7 +30,11 @@ EXAMPLES = {
         "vit-tp train model=vit_base data=image_folder data.root=/data/in1k parallel=tp2_pp2 run.name=first",
         "vit-tp train model.kwargs.drop_path_rate=0.1 recipe.optimizer.lr=5e-4",
     ],
-    "eval": ["vit-tp eval run=runs/digits_smoke", "vit-tp eval run=runs/digits_smoke parallel.tp=1 compute.dtype=bf16"],
+    "eval": [
+        "vit-tp eval run=runs/digits_smoke",
+        "vit-tp eval run=runs/digits_smoke parallel.tp=1 compute.dtype=bf16",
+        "vit-tp eval run=runs/k400 data.eval_clips=10 data.eval_crops=3",
+    ],
     "bench": ["vit-tp bench data experiment=digits_smoke", "vit-tp bench data data.num_workers=8 recipe.max_steps=20"],
     "doctor": ["vit-tp doctor", "vit-tp doctor --models 'vit_base*' 'deit3*'"],
 }
@@ -62,10 +66,10 @@ def verb_help(verb: str, choices: Mapping[str, Sequence[str]]) -> str:
     shown = groups if verb == "eval" else choices
     lines += [_entry(group, "  ".join(names)) for group, names in choices.items() if group in shown]
     lines += ["", "knobs (NAME=VALUE) and their defaults before any choice:"]
-    for group in groups:
+    for group in (*groups, *([] if "data" in groups else ["data"])):
         lines.append("")
         for knob in list_knobs():
-            if knob.path.split(".")[0] == group:
+            if knob.path.split(".")[0] == group and (group in groups or knob.path in EVALUATION):
                 lines.append(_entry(f"{knob.path}={show(knob.default)}", knob.text))
     if verb == "train":
         lines += ["", _entry("--config-file FILE", "a config.yaml instead of choices; this is how ranks are started")]

@@ -38,7 +38,9 @@ def test_every_folder_of_conf_is_a_group():
 
 @pytest.mark.parametrize(("group", "name"), CHOICES, ids=lambda word: word)
 def test_every_choice_composes_and_passes_check(group, name, images):
-    check(compose([f"{group}={name}", images, *PARTNERS.get((group, name), [])]))
+    words = [f"{group}={name}", *PARTNERS.get((group, name), [])]
+    reads_files = group == "data" and name != "digits" or (group, name) == ("experiment", "in1k_vit_b")
+    check(compose([*words, *([images] if reads_files else [])]))
 
 
 @pytest.mark.parametrize("path", sorted(Path(vit_tp.conf.__path__[0]).glob("experiment/*.yaml")), ids=lambda p: p.stem)

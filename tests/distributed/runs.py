@@ -68,7 +68,7 @@ def train_digits(pp: int, dp: int, tp: int, run_dir: str, overrides: dict[str, A
     run.feed.step = watched
     is_writer = dist.get_rank() == 0
     recorder = Recorder(
-        Path(run_dir), config.log, run.total_steps, run.steps_per_epoch, run.plan.global_batch_size, io.StringIO(),
+        Path(run_dir), config.log, run.total_steps, run.data.steps_per_epoch, run.plan.global_batch_size, io.StringIO(),
         is_writer, time.perf_counter(),
     )  # fmt: skip
     figures = train(run, recorder)

@@ -23,8 +23,10 @@ from vit_tp.config import (
     to_dict,
 )
 from vit_tp.config.checks import read
-from vit_tp.config.limits import NAMES, RANGES
+from vit_tp.config.limits import NAMES, RANGES, READ_BY
 from vit_tp.errors import ConfigError
+
+TARS = {"data__source": "image_tars", "data__root": "/x"}  # reads most knobs, and is looked for later
 
 
 def config_with(**knobs) -> Config:
@@ -69,9 +71,9 @@ def test_the_defaults_pass():
         ({"model__pretrained": " "}, ["neither true nor a file"]),
         ({"model__pretrained": 1}, ["model.pretrained=1 is neither true nor a file"]),
         ({"data__source": "digit"}, ["data.source=digit", "digits, image_folder", "Did you mean data.source=digits?"]),
-        ({"data__crop_scale": [0.5, 0.1]}, ["data.crop_scale=[0.5,0.1]", "data.crop_scale=[0.08,1.0]"]),
-        ({"data__hflip": 1.5}, ["data.hflip=1.5", "at most 1"]),
-        ({"data__eval_crop": 0.0}, ["more than 0"]),
+        ({**TARS, "data__crop_scale": [0.5, 0.1]}, ["data.crop_scale=[0.5,0.1]", "data.crop_scale=[0.08,1.0]"]),
+        ({**TARS, "data__hflip": 1.5}, ["data.hflip=1.5", "at most 1"]),
+        ({**TARS, "data__eval_crop": 0.0}, ["more than 0"]),
         ({"data__source": "image_folder"}, ["data.root is not set", "Use data.root=<folder>"]),
         (
             {"data__source": "image_folder", "data__root": "/no/such"},
@@ -146,7 +148,7 @@ def test_the_defaults_pass():
         ({"cluster__port": 70000}, ["cluster.port=70000", "65535"]),
         ({"log__every_steps": 0}, ["log.every_steps=0"]),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=lambda value: next(reversed(value)) if isinstance(value, dict) else "",
 )
 def test_refuses_with_numbers_reason_and_what_to_type(knobs, words):
     [complaint] = complaints_of(config_with(**knobs))
@@ -183,9 +185,11 @@ def test_all_complaints_come_at_once():
             {"recipe__resolution_schedule": [[0, 32], [1, [32, 96]]], "model__img_size": 64},
             ["goes beyond model.img_size=64", "Use model.img_size=[32,96]"],
         ),
-        ({"data__crop_ratio": [2.0, 1.0]}, ["data.crop_ratio=[2.0,1.0]", "0 < low <= high"]),
-        ({"data__eval_crops": 2}, ["data.eval_crops=2", "data.eval_crops=3"]),
-        ({"data__tile_size": 256}, ["data.tile_size=256", "data.source=digits has none"]),
+        ({**TARS, "data__crop_ratio": [2.0, 1.0]}, ["data.crop_ratio=[2.0,1.0]", "0 < low <= high"]),
+        (
+            {"data__source": "video_tars", "data__root": "/x", "model__video__num_frames": 8, "data__eval_crops": 2},
+            ["data.eval_crops=2", "data.eval_crops=3"],
+        ),
         ({"data__source": "image_tars"}, ["data.root is not set", "data.train_shards"]),
         ({"data__source": "moving_digits"}, ["gives clips", "Use for example model.video.num_frames=16"]),
         ({"model__video__num_frames": 8}, ["data.source=digits gives images", "data.source=moving_digits or"]),
@@ -219,6 +223,37 @@ def test_an_input_may_be_wide(size):
     check(config_with(model__img_size=size, recipe__resolution_schedule=[[0, 32], [5, [32, 64]]]))
 
 
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"root": "/data"}, ["data.root=/data", "data.source=digits", "data.source=image_folder or"]),
+        ({"hflip": 0.0}, ["data.hflip=0.0", "would change nothing", "Leave it out"]),
+        ({"source": "image_tars", "root": "/x", "tile_size": 64}, ["data.tile_size=64", "data.source=image_folder"]),
+        (
+            {"source": "image_tars", "root": "/x", "decoder": "pyav"},
+            ["data.decoder=pyav", "data.source=moving_digits or"],
+        ),
+    ],
+)
+def test_a_knob_that_a_source_does_not_read_is_named(knobs, words):
+    [complaint] = complaints_of(config_with(**{f"data__{knob}": value for knob, value in knobs.items()}))
+    assert all(word in complaint for word in words), complaint
+
+
+def test_knobs_that_a_choice_passes_over_are_named():
+    video = {"data__source": "video_tars", "data__root": "/x", "model__video__num_frames": 8}
+    [complaint] = complaints_of(config_with(**video, data__frame_stride=8))
+    assert "data.sampling=segments" in complaint and "data.sampling=dense" in complaint
+    [complaint] = complaints_of(config_with(**video, data__timeout_s=900.0))
+    assert "compute.timeout_s=600" in complaint
+
+
+def test_every_knob_of_the_data_is_read_by_some_source():
+    knobs = {knob.path.removeprefix("data.") for knob in list_knobs() if knob.path.startswith("data.")}
+    assert set().union(*READ_BY.values()) | {"source"} == knobs
+    assert set(READ_BY) == set(NAMES["data.source"])
+
+
 def test_rows_of_an_evaluation_are_whole_samples():
     """Five views of a sample: micro-batches of 8 become 10 rows, those of 20 stay."""
     video = {"data__source": "video_folder", "data__eval_clips": 5, "recipe__global_batch_size": 8}
@@ -229,9 +264,15 @@ def test_rows_of_an_evaluation_are_whole_samples():
 
 def test_how_samples_are_read_does_not_change_what_is_learnt():
     first = fingerprint(Config())
-    for knob, value in {"prefetch": 9, "timeout_s": None, "max_bad_fraction": 0.5, "decoder_device": "cuda"}.items():
+    for knob, value in {"prefetch": 9, "timeout_s": None, "max_bad_fraction": 0.5, "eval_clips": 5}.items():
         assert fingerprint(config_with(**{f"data__{knob}": value})) == first
-    for knob, value in {"decoder": "pyav", "num_streams": 4, "repeats": 3, "reduced_decode": "never"}.items():
+    for knob, value in {
+        "decoder": "pyav",
+        "decoder_device": "cuda",
+        "num_streams": 4,
+        "repeats": 3,
+        "reduced_decode": "never",
+    }.items():
         assert fingerprint(config_with(**{f"data__{knob}": value})) != first
 
 
@@ -360,7 +401,7 @@ def test_an_evaluation_need_not_divide_the_training_batch():
         ({"run__seed": 1}, False),
         ({"recipe__optimizer__lr": 2e-3}, False),
         ({"model__kwargs": {"depth": 3}}, False),
-        ({"data__hflip": 0.0}, False),
+        ({**TARS, "data__hflip": 0.0}, False),
         ({"model__kwargs": {"attn_drop_rate": 0.0, "proj_drop_rate": 0.0}}, False),
     ],
 )

@@ -14,10 +14,10 @@ import torch
 from tests.unit.test_data_loader import Numbers, evaluated, keys_of, plan, read, stream
 from vit_tp.data.deadline import DecodeTimeout, within
 from vit_tp.data.faults import FaultLog, load_or_replace
-from vit_tp.data.loader import IGNORE
+from vit_tp.data.loader import IGNORE, Loading, train_batches
 from vit_tp.data.order import SampleKey
 from vit_tp.data.spec import Sample
-from vit_tp.errors import DataError
+from vit_tp.errors import ConfigError, DataError
 
 BROKEN = (2, 5, 11, 23)
 
@@ -75,32 +75,58 @@ def test_a_set_of_broken_samples_ends_the_run(num_workers):
     assert "Traceback" not in str(caught.value) and "Traceback" in caught.value.__notes__[0]
 
 
-def test_the_log_has_a_line_for_each_fault_and_stops_at_the_share(tmp_path, capsys):
-    """100 samples of an epoch, 2 % allowed: the third fault is too much."""
-    [first, *_] = read(24, plan(12, 1, 1), 0, last_step=1, broken=BROKEN)
-    fault = first.faults[0]
-    log = FaultLog(tmp_path / "unreadable.jsonl", 0.02, 100)
-    log.note(10, (fault, fault))
+@pytest.fixture
+def fault():
+    [batch] = read(24, plan(24, 1, 1), 0, last_step=1, broken=BROKEN)
+    return batch.faults[0]
+
+
+def test_the_log_has_a_line_for_each_fault_and_stops_at_the_share(tmp_path, capsys, fault):
+    """100 samples of a split, 2 % allowed: the third fault is too much. What an earlier run has left is gone."""
+    path = tmp_path / "log" / "unreadable.jsonl"
+    path.parent.mkdir()
+    path.write_text("of an earlier run\n")
+    log = FaultLog(path, 0.02, 100)
+    log.note(8, (fault, fault))
     with pytest.raises(DataError, match=r"3 of 100 samples.*data\.max_bad_fraction=0\.02.*number") as caught:
-        log.note(10, (fault,))
-    assert "unreadable.jsonl" in str(caught.value)
-    lines = [json.loads(line) for line in (tmp_path / "unreadable.jsonl").read_text().splitlines()]
+        log.note(9, (fault,))
+    assert "unreadable_*.jsonl" in str(caught.value)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [fault._asdict()] * 3
     assert capsys.readouterr().out.count(f"cannot read {fault.name}") == 3
 
 
-def test_later_the_share_is_of_all_that_was_read(tmp_path):
-    [first, *_] = read(24, plan(12, 1, 1), 0, last_step=1, broken=BROKEN)
-    fault = first.faults[:1]
+def test_later_the_share_is_of_all_that_was_read(fault):
     log = FaultLog(None, 0.01, 100)
     for _ in range(10):
-        log.note(100, fault)
-    with pytest.raises(DataError, match="11 of 1000"):
-        log.note(0, fault)
+        log.note(99, (fault,))
+    with pytest.raises(DataError, match="11 of 1001"):
+        log.note(0, (fault,))
     strict = FaultLog(None, 0.0, 100)
     strict.note(50, ())
     with pytest.raises(DataError, match="1 of 100"):
-        strict.note(1, fault)
+        strict.note(0, (fault,))
+
+
+def test_the_share_of_all_readers_is_judged_alike(fault):
+    """Two readers with one fault each of a split of 100: too many together at 1 %."""
+    log = FaultLog(None, 0.01, 100)
+    log.note(20, (fault,))
+    log.require(42, 1)
+    with pytest.raises(DataError, match="2 of 100"):
+        log.require(42, 2)
+
+
+@pytest.mark.parametrize("error", [ConfigError("no tifffile"), MemoryError("full"), torch.OutOfMemoryError("no room")])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_is_not_about_the_file_ends_the_run(error, num_workers):
+    class Lacking(Numbers):
+        def load(self, key):
+            raise error
+
+    keys = dict(plan=plan(4, 1, 1), dp_rank=0, first_step=0, last_step=1, loading=Loading(num_workers))
+    with pytest.raises((ConfigError, MemoryError, torch.OutOfMemoryError), match=str(error)):
+        list(train_batches(Lacking(8), **keys))
 
 
 def test_decoding_that_hangs_ends_by_its_deadline(tmp_path):

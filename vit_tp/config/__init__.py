@@ -15,6 +15,7 @@ Does not know: torch, timm, DeepSpeed, Hydra, nor what a model looks like inside
 from vit_tp.config.batch import BatchPlan, batch_plan, eval_batch_plan, eval_views
 from vit_tp.config.checks import check
 from vit_tp.config.convert import (
+    EVALUATION,
     config_hash,
     eval_tag,
     fingerprint,
@@ -45,6 +46,7 @@ from vit_tp.config.schema import (
 )
 
 __all__ = [
+    "EVALUATION",
     "FIRST_HALF",
     "SECOND_HALF",
     "BatchPlan",

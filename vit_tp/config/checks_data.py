@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vit_tp.config.batch import eval_views
+from vit_tp.config.limits import READ_BY, VIDEO_SOURCES
 from vit_tp.config.schema import Config, DataConfig
 from vit_tp.config.types import show
 
@@ -20,7 +21,9 @@ _FOLDERS = {
 
 def data_complaints(config: Config) -> Iterator[str]:
     """Yield every complaint about the data group."""
+    yield from _unread(config.data)
     yield from _numbers(config.data)
+    yield from _patience(config)
     yield from _views(config)
     yield from _root(config.data)
 
@@ -49,10 +52,33 @@ def _numbers(data: DataConfig) -> Iterator[str]:
             "data.eval_crops=2 leaves out the middle; crops lie at both ends of the longer side and in its middle. "
             "Use data.eval_crops=1 or data.eval_crops=3."
         )
-    if data.tile_size is not None and data.source != "image_folder":
+
+
+def _unread(data: DataConfig) -> Iterator[str]:
+    """Yield the knobs that somebody set and nothing reads."""
+    read = READ_BY.get(data.source)
+    usual = DataConfig()
+    for knob, value in vars(data).items() if read is not None else ():
+        if knob == "source" or knob in read or value == getattr(usual, knob):
+            continue
+        others = [f"data.source={source}" for source, knobs in READ_BY.items() if knob in knobs]
         yield (
-            f"data.tile_size={data.tile_size} cuts windows out of images in a folder, and data.source={data.source} "
-            f"has none. Use data.tile_size=null, or data.source=image_folder."
+            f"data.{knob}={show(value)} is not read by data.source={data.source}; it would change nothing. "
+            f"Leave it out, or use {' or '.join(others)}."
+        )
+    if data.source in VIDEO_SOURCES and data.sampling == "segments" and data.frame_stride != usual.frame_stride:
+        yield (
+            f"data.frame_stride={data.frame_stride} is not read with data.sampling=segments, which takes frames from "
+            f"equal parts of a video. Leave it out, or use data.sampling=dense."
+        )
+
+
+def _patience(config: Config) -> Iterator[str]:
+    decoding, peers = config.data.timeout_s, config.compute.timeout_s
+    if decoding is not None and decoding >= peers > 0 and config.data.source != "digits":
+        yield (
+            f"data.timeout_s={decoding:g} is not below compute.timeout_s={peers}; peers that wait for a sample would "
+            f"end the job before decoding is given up. Use data.timeout_s={peers / 10:g} or less."
         )
 
 

@@ -11,14 +11,18 @@ import json
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from vit_tp.config.batch import batch_plan
+from vit_tp.config.batch import batch_plan, eval_views
 from vit_tp.config.folder import RunFolder
-from vit_tp.config.schema import FIRST_HALF, SECOND_HALF, Config, list_knobs
+from vit_tp.config.schema import FIRST_HALF, SECOND_HALF, Config, DataConfig, list_knobs
 from vit_tp.config.types import close_names, fit, show
 from vit_tp.errors import ConfigError
 
-UNLEARNT = ("num_workers", "root", "prefetch", "timeout_s", "max_bad_fraction", "decoder_device")
+READING = ("root", "num_workers", "prefetch", "timeout_s", "max_bad_fraction")
 """Knobs of the data group that change no sample."""
+PROTOCOL = ("eval_crop", "eval_clips", "eval_crops")
+"""Knobs of the data group that say how a model is judged."""
+EVALUATION = tuple(f"data.{knob}" for knob in (*READING, *PROTOCOL, "decoder", "decoder_device"))
+"""What an evaluation may do otherwise than its run, beside the second half."""
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -63,9 +67,15 @@ def run_folder(config: Config) -> RunFolder:
 
 
 def eval_tag(config: Config) -> str:
-    """Return the name of a grid and a dtype, parallel.dp known; <run>/eval/<tag>.json holds what was measured there."""
-    parallel = config.parallel
-    return f"pp{parallel.pp}_dp{parallel.dp}_tp{parallel.tp}_{config.compute.dtype}"
+    """Return the name of a grid, a dtype and a protocol; <run>/eval/<tag>.json holds what was measured so.
+
+    Args:
+        config: Of the evaluation, parallel.dp known.
+    """
+    parallel, data = config.parallel, config.data
+    views = f"_{data.eval_clips}x{data.eval_crops}" if eval_views(config) > 1 else ""
+    crop = "" if data.eval_crop == DataConfig().eval_crop else f"_crop{data.eval_crop:g}"
+    return f"pp{parallel.pp}_dp{parallel.dp}_tp{parallel.tp}_{config.compute.dtype}{views}{crop}"
 
 
 def fingerprint(config: Config, dp_size: int | None = None) -> str:
@@ -75,7 +85,8 @@ def fingerprint(config: Config, dp_size: int | None = None) -> str:
     dropout), the micro-batch is part of what is learnt and joins. So does parallel.tp where masks are drawn inside
     attention or MLP, by each tensor-parallel rank for its heads and columns, and where not all channels are summed
     (recipe.sync=partial); and parallel.sequence, where dropout between blocks then draws for each token of a rank.
-    data.root is left out: the same data may lie elsewhere. So is how fast and how patiently it is read.
+    data.root is left out: the same data may lie elsewhere. So is how fast and how patiently it is read, and how a
+    model is judged.
 
     Args:
         config: The whole configuration.
@@ -88,7 +99,7 @@ def fingerprint(config: Config, dp_size: int | None = None) -> str:
     values = _typed(config)
     learnt = {group: values[group] for group in FIRST_HALF}
     learnt["seed"] = config.run.seed
-    for knob in UNLEARNT:
+    for knob in (*READING, *PROTOCOL):
         del learnt["data"][knob]
     if is_micro_batch_learnt(config):
         learnt["micro_batch_size"] = batch_plan(config, dp_size or config.parallel.dp or 1).micro_batch_size

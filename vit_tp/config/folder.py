@@ -16,7 +16,7 @@
     a log folder
       rank_00000.txt ...     all that a rank printed
       error.json             the first rank that failed, and how
-      unreadable_00000.jsonl ...  samples that a rank could not read, and why
+      unreadable_train_00000.jsonl ...  samples of a split that a rank could not read, and why
 
 Does not know: what is in the files.
 """
@@ -98,6 +98,6 @@ def error_record(log_folder: Path) -> Path:
     return log_folder / "error.json"
 
 
-def unreadable_log(log_folder: Path, rank: int) -> Path:
-    """Return the file that names the samples that a rank could not read."""
-    return log_folder / f"unreadable_{rank:05d}.jsonl"
+def unreadable_log(log_folder: Path, split: str, rank: int) -> Path:
+    """Return the file that names the samples of a split that a rank could not read."""
+    return log_folder / f"unreadable_{split}_{rank:05d}.jsonl"

@@ -29,6 +29,22 @@ NAMES = {
     "compute.device": ["auto", "cpu", "cuda"],
     "cluster.name": ["local"],
 }
+_ANY = ("num_workers", "prefetch", "max_bad_fraction", "repeats", "random_erasing", "erasing_mode", "erasing_count")
+_FILES = (
+    *("root", "timeout_s", "crop_scale", "crop_ratio", "hflip", "vflip", "color_jitter", "auto_augment"),
+    *("interpolation", "eval_crop", "mean", "std"),
+)
+_VIDEOS = ("decoder", "decoder_device", "sampling", "frame_stride", "eval_clips", "eval_crops")
+_SHARDS = ("train_shards", "val_shards", "num_classes", "num_streams", "shuffle_window")
+READ_BY: dict[str, frozenset[str]] = {
+    "digits": frozenset(_ANY),
+    "moving_digits": frozenset((*_ANY, *_FILES, *_VIDEOS)),
+    "image_folder": frozenset((*_ANY, *_FILES, "reduced_decode", "tile_size")),
+    "image_tars": frozenset((*_ANY, *_FILES, *_SHARDS, "reduced_decode")),
+    "video_folder": frozenset((*_ANY, *_FILES, *_VIDEOS)),
+    "video_tars": frozenset((*_ANY, *_FILES, *_VIDEOS, *_SHARDS)),
+}
+"""Source -> knobs of the data group that it reads; another one would change nothing."""
 STREAM_SOURCES = ("image_tars", "video_tars")
 VIDEO_SOURCES = ("moving_digits", "video_folder", "video_tars")
 RECOMPUTE = ("none", "norm_act", "block")

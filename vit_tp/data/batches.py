@@ -20,7 +20,7 @@ from vit_tp.data.faults import Fault
 from vit_tp.data.order import SampleKey
 from vit_tp.data.sampling import sample_seed
 from vit_tp.data.spec import Sample, Source, StreamSource
-from vit_tp.errors import DataError
+from vit_tp.errors import VitTpError
 
 IGNORE = -100
 
@@ -58,13 +58,14 @@ class Loading(NamedTuple):
 class Failure(NamedTuple):
     """What ended the reading, on its way from a worker: the loader would bury its sentence in a traceback."""
 
+    kind: type[VitTpError]
     sentence: str
     details: str
 
     @classmethod
-    def of(cls, error: DataError) -> Failure:
+    def of(cls, error: VitTpError) -> Failure:
         """Return what is to be told of an error; to be called where it is handled."""
-        return cls(str(error), traceback.format_exc())
+        return cls(type(error), str(error), traceback.format_exc())
 
 
 class Rows:
@@ -106,7 +107,7 @@ def draw_batches(
         sampler: What each batch is asked for with; None where the data set is iterated over.
 
     Raises:
-        DataError: What a Failure says.
+        VitTpError: What a Failure says.
     """
     loader = DataLoader(
         dataset,
@@ -120,7 +121,7 @@ def draw_batches(
     )
     for batch in loader:
         if isinstance(batch, Failure):
-            error = DataError(batch.sentence)
+            error = batch.kind(batch.sentence)
             error.add_note(batch.details)
             raise error
         yield batch

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from vit_tp.data.order import SampleKey
 from vit_tp.data.spec import Sample, Source, StreamSource
-from vit_tp.errors import DataError
+from vit_tp.errors import ConfigError, DataError
 
 MAX_ATTEMPTS = 8
 _SUBSTITUTE_STREAM = 3
@@ -79,6 +80,8 @@ def first_readable(
         try:
             sample = load()
             require_sample(source, key, sample)
+        except (ConfigError, MemoryError, torch.OutOfMemoryError):
+            raise  # nothing about this file: another one would fail alike, or has no memory either
         except Exception as error:
             failed.append((key, reason_of(error)))
             if not source.form.is_training:
@@ -121,40 +124,51 @@ def _faults(
 
 
 class FaultLog:
-    """Counts and reports what could not be read, and ends the run when it is too much.
+    """Counts and reports what could not be read of a split, and says when it is too much.
 
     Args:
-        path: File that a line of JSON is added to for each place; None reports nowhere.
-        max_bad_fraction: Share of the places that may be bad. 0 refuses the first.
-        allowance: Places that are looked at before the share is judged: those of one epoch of this reader.
+        path: File that a line of JSON is added to for each fault, made anew; None reports nowhere.
+        max_bad_fraction: Share of the reads that may fail. 0 refuses the first.
+        allowance: Reads that the share is at least taken of: the samples of the split.
     """
 
     def __init__(self, path: Path | None, max_bad_fraction: float, allowance: int) -> None:
         self.path, self.max_bad_fraction, self.allowance = path, max_bad_fraction, allowance
         self.num_read = self.num_bad = 0
+        self._last: Fault | None = None
 
-    def note(self, num_read: int, faults: tuple[Fault, ...]) -> None:
-        """Take note of so many places and the faults among them.
+    def note(self, num_good: int, faults: tuple[Fault, ...]) -> None:
+        """Take note of so many samples that were read, and of those that were not.
 
         Raises:
-            DataError: There are too many.
+            DataError: This reader alone has more faults than the whole split may have.
         """
-        self.num_read += num_read
-        if not faults:
-            return
+        self.num_read += num_good + len(faults)
         self.num_bad += len(faults)
         for fault in faults:
             instead = "left out" if fault.replaced_by is None else f"replaced by {fault.replaced_by}"
             print(f"cannot read {fault.name}: {fault.reason}; {instead}", flush=True)
-        if self.path is not None:
+        if faults and self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a", encoding="utf-8") as file:
+            with open(self.path, "w" if self._last is None else "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(fault._asdict()) + "\n" for fault in faults)
-        looked_at = max(self.num_read, self.allowance)
-        if self.num_bad > self.max_bad_fraction * looked_at:
-            fault = faults[-1]
-            raise DataError(
-                f"{self.num_bad} of {looked_at} samples cannot be read, more than "
-                f"data.max_bad_fraction={self.max_bad_fraction:g} allows; the last is {fault.name} ({fault.reason}). "
-                f"Repair or remove what {self.path or 'the log'} names, or use a larger data.max_bad_fraction."
-            )
+        if faults:
+            self._last = faults[-1]
+            self.require(self.num_read, self.num_bad)
+
+    def require(self, num_read: int, num_bad: int) -> None:
+        """Raise if so many of so many reads, of one reader or of all, are too many.
+
+        Raises:
+            DataError: They are.
+        """
+        looked_at = max(num_read, self.allowance)
+        if num_bad <= self.max_bad_fraction * looked_at:
+            return
+        last = f"; the last here is {self._last.name} ({self._last.reason})" if self._last else ""
+        raise DataError(
+            f"{num_bad} of {looked_at} samples cannot be read, more than "
+            f"data.max_bad_fraction={self.max_bad_fraction:g} allows{last}. Repair or remove what "
+            f"{self.path.parent / 'unreadable_*.jsonl' if self.path else 'the log'} names, or use a larger "
+            f"data.max_bad_fraction."
+        )

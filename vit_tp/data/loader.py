@@ -26,7 +26,7 @@ from vit_tp.data.order import (
 )
 from vit_tp.data.spec import Source, StreamSource
 from vit_tp.data.streams import stream_eval_batches, stream_train_batches
-from vit_tp.errors import DataError
+from vit_tp.errors import VitTpError
 
 __all__ = ["IGNORE", "Batch", "Loading", "Rows", "eval_batches", "train_batches"]
 
@@ -122,6 +122,6 @@ class _MicroBatches(Dataset):
             for place, key in enumerate(keys):
                 if key.index != PADDING:
                     rows.put(place, *load_or_replace(self._source, key))
-        except DataError as error:
+        except VitTpError as error:
             return Failure.of(error)
         return rows.batch

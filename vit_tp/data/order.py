@@ -118,6 +118,17 @@ def micro_batch_samples(
     return list(step_samples[first : first + micro_batch_size])
 
 
+def num_eval_micro_batches(num_samples: int, dp_size: int, micro_batch_size: int) -> int:
+    """Return how many micro-batches each dp rank scores: ceil(N / (micro_batch_size * dp_size)).
+
+    Args:
+        num_samples: Samples of the split, N.
+        dp_size: Data-parallel replicas.
+        micro_batch_size: Samples of one forward pass.
+    """
+    return -(-num_samples // (micro_batch_size * dp_size))
+
+
 def eval_micro_batches(num_samples: int, dp_rank: int, dp_size: int, micro_batch_size: int) -> list[list[int]]:
     """Return one dp rank's share of an evaluation.
 
@@ -134,7 +145,7 @@ def eval_micro_batches(num_samples: int, dp_rank: int, dp_size: int, micro_batch
         ceil(N / (micro_batch_size * dp_size)) lists of micro_batch_size indices.
     """
     assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
-    count = -(-num_samples // (micro_batch_size * dp_size))
+    count = num_eval_micro_batches(num_samples, dp_size, micro_batch_size)
     padded = np.full(count * dp_size * micro_batch_size, PADDING, dtype=np.int64)
     padded[:num_samples] = np.arange(num_samples)
     return padded.reshape(count, dp_size, micro_batch_size)[:, dp_rank].tolist()

@@ -26,7 +26,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from vit_tp.config import BatchPlan
 from vit_tp.data.batches import Batch, Failure, Loading, Rows, draw_batches
 from vit_tp.data.faults import MAX_ATTEMPTS, Loaded, first_readable
-from vit_tp.data.order import SampleKey, steps_per_epoch
+from vit_tp.data.order import SampleKey, num_eval_micro_batches, steps_per_epoch
 from vit_tp.data.spec import Sample, StreamSource, Unreadable
 from vit_tp.data.stream_order import (
     Piece,
@@ -38,7 +38,7 @@ from vit_tp.data.stream_order import (
     window_edges,
     window_order,
 )
-from vit_tp.errors import DataError
+from vit_tp.errors import VitTpError
 
 # An evaluation is read at this many places at once at most; a constant, so that no number of workers changes its order.
 EVAL_SECTIONS = 16
@@ -115,7 +115,7 @@ def stream_eval_batches(
         loading: How it works.
     """
     size = micro_batch_size // source.views
-    length = -(-len(source) // (size * dp_size))
+    length = num_eval_micro_batches(len(source), dp_size, size)
     num_sections = min(length, EVAL_SECTIONS)
     edges = [dp_rank * length + section * length // max(num_sections, 1) for section in range(num_sections + 1)]
     sections = [_EvalSection(source, size, first, last) for first, last in zip(edges, edges[1:], strict=False)]
@@ -240,7 +240,7 @@ class _SharedOut(IterableDataset):
             for _ in range(self._length):
                 for reader in own:
                     yield next(reader, None)
-        except DataError as error:
+        except VitTpError as error:
             yield Failure.of(error)
 
 

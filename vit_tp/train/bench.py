@@ -7,8 +7,9 @@ on batches that are there already.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, repeat
 
 import torch
 import torch.distributed as dist
@@ -20,31 +21,39 @@ from vit_tp.train.communication import stop_communication
 from vit_tp.train.rank import RankEnv, join
 
 WARM_UP = 2
-"""Steps before the clock starts: the first make worker processes, buffers and optimizer states."""
+"""Steps of training before the clock starts: the first make buffers and optimizer states."""
 
 
-def total_steps(num_steps: int) -> int:
-    """Return how many steps of data a measurement of so many steps takes."""
-    return 2 * (WARM_UP + num_steps)
+def total_steps(config: Config, num_steps: int) -> int:
+    """Return how many steps of data a measurement of so many steps takes at most: it empties the queue twice."""
+    return WARM_UP + 2 * (num_steps + queued_batches(config))
 
 
-def bench_data_rank(config: Config, env: RankEnv) -> dict[str, float]:
+def queued_batches(config: Config) -> int:
+    """Return how many micro-batches worker processes may have ready beforehand."""
+    return config.data.num_workers * (config.data.prefetch + 1)
+
+
+def bench_data_rank(config: Config, env: RankEnv, num_steps: int) -> dict[str, float]:
     """Measure as one rank; return the figures, the same on every rank. Collective over the world."""
     run = join(config, env)
-    num_steps = config.recipe.max_steps // 2 - WARM_UP
-    assert total_steps(num_steps) <= run.total_steps, (num_steps, run.total_steps)
-    batches = run.training_batches()
+    assert total_steps(config, num_steps) <= run.total_steps, (num_steps, run.total_steps)
+    batches = run.data.training_batches(0, run.total_steps)
+    queued = queued_batches(config)
     started = time.perf_counter()
-    kept = _draw(run, batches, WARM_UP)
+    kept = _draw(batches, WARM_UP * run.plan.grad_accum_steps)
     first_s = _longest(run, time.perf_counter() - started)
 
-    data_s = _timed(run, lambda: _draw(run, batches, num_steps))
-    _train(run, batches, WARM_UP)
+    # What workers had ready is drawn first: it would be counted as read in no time.
+    _draw(batches, queued)
+    data_s = _timed(run, lambda: _draw(batches, num_steps * run.plan.grad_accum_steps))
+    ready = None if kept is None else chain.from_iterable(repeat(kept))
+    _train(run, ready, WARM_UP)
+    model_s = _timed(run, lambda: _train(run, ready, num_steps))
+    _draw(batches, queued)
     waited = run.feed.waited_s
     together_s = _timed(run, lambda: _train(run, batches, num_steps))
     waited_s = _longest(run, run.feed.waited_s - waited)
-    again = None if kept is None else chain.from_iterable([kept] * (num_steps // WARM_UP + 1))
-    model_s = _timed(run, lambda: _train(run, again, num_steps))
     samples = num_steps * run.plan.global_batch_size
     figures = {
         "first_batches_s": first_s,
@@ -54,28 +63,26 @@ def bench_data_rank(config: Config, env: RankEnv) -> dict[str, float]:
         "data_wait": waited_s / together_s,
         "readers": run.plan.dp_size,
         "num_workers": config.data.num_workers,
-        "unreadable": run.count_unreadable(),
+        "unreadable": run.data.count_unreadable(),
     }
     stop_communication()
     return figures
 
 
-def _draw(run: Assembly, batches: Iterator[Batch] | None, num_steps: int) -> list[Batch] | None:
-    """Read so many steps and return the last WARM_UP of them, on ranks that read."""
+def _draw(batches: Iterator[Batch] | None, count: int) -> list[Batch] | None:
+    """Read so many micro-batches and return them, at most those of a few steps, on ranks that read."""
     if batches is None:
         return None
-    kept: list[Batch] = []
-    for _ in range(num_steps):
-        kept += [next(batches) for _ in range(run.plan.grad_accum_steps)]
-        del kept[: -WARM_UP * run.plan.grad_accum_steps]
-    return kept
+    kept: deque[Batch] = deque(maxlen=WARM_UP)
+    for _ in range(count):
+        kept.append(next(batches))
+    return list(kept)
 
 
 def _train(run: Assembly, batches: Iterator[Batch] | None, num_steps: int) -> None:
-    run.arrange_for_(0)
     for step in range(num_steps):
-        pairs = run.feed.step(batches, run.plan.grad_accum_steps, run.preparations.training(step))
-        run.engine.train_batch(pairs)
+        preparation = run.data.preparations.training(step)
+        run.engine.train_batch(run.feed.step(batches, run.plan.grad_accum_steps, preparation))
 
 
 def _timed(run: Assembly, work: Callable[[], object]) -> float:

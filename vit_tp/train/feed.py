@@ -51,6 +51,7 @@ class Feed:
             for rank in feed_ranks(topology, place.dp)
             if rank != self.reader and topology.coordinates(rank).pp in (0, loss_rank)
         ]
+        self.image_ranks = [rank for rank in self.receivers if topology.coordinates(rank).pp == 0]
         self.target_ranks = [rank for rank in self.receivers if topology.coordinates(rank).pp == loss_rank]
         self.waited_s = 0.0
         self._sends: list[tuple[dist.Work, Tensor]] = []  # a tensor must live until its send is done
@@ -88,7 +89,8 @@ class Feed:
             self.waited_s += time.perf_counter() - asked
             if batch is None:
                 raise DataError(
-                    f"the loader of rank {self.reader} ran out at micro-batch {index} of {num_micro_batches}."
+                    f"the loader of rank {self.reader} ran out at micro-batch {index} of {num_micro_batches}; the step "
+                    f"cannot be completed. Give it as many micro-batches as steps take."
                 )
             images = batch.images.contiguous()
             targets = preparation.targets(batch.targets, images, index).contiguous()
@@ -97,21 +99,20 @@ class Feed:
                 sizes = header
                 self._send(header, self.receivers)
             elif not torch.equal(header, sizes):
-                raise DataError(f"micro-batch {index} is {tuple(images.shape)}, unlike the first of its step.")
+                raise DataError(
+                    f"micro-batch {index} is {tuple(images.shape)}, unlike the first of its step; what receives it has "
+                    f"room for one shape. Make all micro-batches of a step alike."
+                )
+            if preparation.needs_seeds:  # before targets: a rank that needs both receives them in this order
+                self._send(batch.seeds, self.image_ranks)
             self._send(targets, self.target_ranks)
-            seeds = self._share_seeds(batch.seeds, preparation)
-            yield preparation.images(self._share(images), seeds, index), targets
+            yield preparation.images(self._share(images), batch.seeds, index), targets
 
     def _share(self, images: Tensor) -> Tensor:
         """Give the tp peers of the first stage the reader's images."""
         if self.groups.topology.tp > 1:
             dist.broadcast(images, src=self.reader, group=self.groups.image_group)
         return images
-
-    def _share_seeds(self, seeds: Tensor, preparation: Preparation) -> Tensor | None:
-        if not preparation.needs_seeds:
-            return None
-        return self._share(seeds.to(self.device)).cpu() if self.groups.topology.tp > 1 else seeds
 
     def _send(self, tensor: Tensor, ranks: list[int]) -> None:
         """Send without waiting: a last stage asks for targets only after its activations, which come from here."""
@@ -124,7 +125,9 @@ class Feed:
         for index in range(num_micro_batches):
             images = targets = torch.empty(0)
             if self.is_first:
-                seeds = self._share_seeds(torch.empty(image_shape[0], dtype=torch.int64), preparation)
+                seeds = torch.empty(image_shape[0], dtype=torch.int64)
+                if preparation.needs_seeds:
+                    dist.recv(seeds, self.reader, group=self.groups.target_group)
                 pixels = self._share(torch.empty(image_shape, dtype=image_dtype, device=self.device))
                 images = preparation.images(pixels, seeds, index)
             if self.has_loss:

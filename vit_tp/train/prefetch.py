@@ -31,16 +31,17 @@ def on_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
     for batch in batches:
         with torch.cuda.stream(side):
             copied = batch._replace(images=batch.images.to(device, non_blocking=True))
+            done = side.record_event()
         if ahead is not None:
-            yield _handed_over(ahead, side)
-        ahead = copied
+            yield _handed_over(*ahead)
+        ahead = (copied, done)
     if ahead is not None:
-        yield _handed_over(ahead, side)
+        yield _handed_over(*ahead)
 
 
-def _handed_over(batch: Batch, side: torch.cuda.Stream) -> Batch:
-    """Let the current stream wait for the copy, and keep the memory until it is done with it."""
+def _handed_over(batch: Batch, done: torch.cuda.Event) -> Batch:
+    """Let the current stream wait for this copy, not for the one begun since, and keep the memory until it is done."""
     current = torch.cuda.current_stream(batch.images.device)
-    current.wait_stream(side)
+    current.wait_event(done)
     batch.images.record_stream(current)
     return batch

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from vit_tp.checkpoint.export import save_weights
 from vit_tp.config import Config, RunFolder, config_hash, eval_tag, fingerprint, is_one_model, run_folder
+from vit_tp.config.limits import VIDEO_SOURCES
 from vit_tp.data.decode import choose_decoder, decoder_version
 from vit_tp.errors import ConfigError
 from vit_tp.parallel.topology import Topology
@@ -49,7 +50,7 @@ def train_rank(config: Config, env: RankEnv, console: TextIO) -> None:
         folder.path,
         config.log,
         run.total_steps,
-        run.steps_per_epoch,
+        run.data.steps_per_epoch,
         run.plan.global_batch_size,
         console,
         is_writer=env.rank == 0,
@@ -74,7 +75,12 @@ def eval_rank(config: Config, env: RankEnv, folder: RunFolder) -> dict[str, Any]
     """Evaluate a finished run's weights as one rank; return its figures."""
     started = time.perf_counter()
     run = join(config, env, folder.weights, folder.eval_log(eval_tag(config)))
-    figures = {**evaluate(run), **_circumstances(run), "wall_s": time.perf_counter() - started}
+    figures = {
+        **evaluate(run),
+        "unreadable": run.data.count_unreadable(),
+        **_circumstances(run),
+        "wall_s": time.perf_counter() - started,
+    }
     stop_communication()
     return figures
 
@@ -94,6 +100,7 @@ def join(config: Config, env: RankEnv, weights: Path | None = None, log_folder: 
     topology.require_world(env.world_size)
     device = start_communication(timedelta(seconds=config.compute.timeout_s))
     _require_same(config_hash(config))
+    _require_same_decoder(config)
     run = assemble(config, topology, device, weights, log_folder)
     pipe, place = run.engine.module, run.groups.place
     held = " and ".join(f"{chunk[0].name} .. {chunk[-1].name}" for chunk in pipe.chunks)
@@ -118,6 +125,20 @@ def _require_same(own: str) -> None:
         )
 
 
+def _require_same_decoder(config: Config) -> None:
+    """Each host chooses what decodes for data.decoder=auto, and other decoders may give other pixels."""
+    if config.data.source not in VIDEO_SOURCES:
+        return
+    decoders: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(decoders, choose_decoder(config.data.decoder, config.data.decoder_device))
+    different = [rank for rank, other in enumerate(decoders) if other != decoders[0]]
+    if different:
+        raise ConfigError(
+            f"ranks {different} would decode videos with {decoders[different[0]]} and rank 0 with {decoders[0]}; the "
+            f"same video could look otherwise on each host. Use data.decoder=pyav, or install torchcodec everywhere."
+        )
+
+
 def _circumstances(run: Assembly) -> dict[str, object]:
     packages = ("vit-tp", "torch", "deepspeed", "timm")
     return {
@@ -135,7 +156,7 @@ def _circumstances(run: Assembly) -> dict[str, object]:
 
 def _decoder(run: Assembly) -> dict[str, str]:
     """Return what decoded videos: another decoder may give other pixels."""
-    if not run.spec.is_video:
+    if not run.data.spec.is_video:
         return {}
     data = run.config.data
     return {"decoder": decoder_version(choose_decoder(data.decoder, data.decoder_device))}

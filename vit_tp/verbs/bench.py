@@ -38,7 +38,7 @@ def launch(request: Request) -> int:
     measured = _measured(config, scratch)
     folder = run_folder(measured)
     save_config(measured, folder.config)
-    arguments = rank_arguments("bench", folder.config, [SUBJECT])
+    arguments = rank_arguments("bench", folder.config, [SUBJECT, f"steps={config.recipe.max_steps or STEPS}"])
     code = start(measured, arguments, where, folder.result, folder.log)
     if code == 0:  # where it failed, its logs are wanted
         print("\n".join(verdict(read_result(folder.result))))
@@ -65,7 +65,8 @@ def be_rank(request: Request, env: RankEnv) -> int:
         from vit_tp.report.result import write_result
         from vit_tp.train.bench import bench_data_rank
 
-        figures = bench_data_rank(config, env)
+        [num_steps] = (int(word.removeprefix("steps=")) for word in request.overrides)
+        figures = bench_data_rank(config, env, num_steps)
         if env.rank == 0:
             write_result(folder.result, figures)
 
@@ -88,7 +89,8 @@ def _measured(config: Config, scratch: str) -> Config:
 
     measured = copy.deepcopy(config)
     measured.run.dir, measured.run.name = scratch, "bench"
-    measured.recipe.max_steps = total_steps(config.recipe.max_steps or STEPS)
+    measured.recipe.max_steps = total_steps(config, config.recipe.max_steps or STEPS)
+    measured.recipe.resolution_schedule = []  # at the size that a run ends with
     measured.recipe.epochs = max(config.recipe.epochs, measured.recipe.max_steps)
     measured.log.tensorboard = measured.log.progress = False
     return measured

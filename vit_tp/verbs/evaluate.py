@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vit_tp.config import SECOND_HALF, Config, RunFolder, check, eval_tag, is_one_model
+from vit_tp.config import EVALUATION, SECOND_HALF, Config, RunFolder, check, eval_tag, is_one_model
 from vit_tp.errors import ConfigError
 from vit_tp.launch.commands import rank_arguments, with_replicas
 from vit_tp.launch.env import RankEnv
@@ -57,7 +57,7 @@ def be_rank(request: Request, env: RankEnv) -> int:
 
 
 def _run_to_evaluate(request: Request) -> tuple[Config, RunFolder]:
-    """Return the run's configuration with the second half as asked, and the run's folder."""
+    """Return the run's configuration with the second half and the protocol as asked, and the run's folder."""
     from vit_tp.compose import load_config, override
 
     named = [word.removeprefix("run=") for word in request.overrides if word.startswith("run=")]
@@ -74,7 +74,7 @@ def _run_to_evaluate(request: Request) -> tuple[Config, RunFolder]:
         )
     config = load_config(request.config_file or folder.config)
     overrides = [word for word in request.overrides if not word.startswith("run=")]
-    trained, config = config, override(config, overrides, SECOND_HALF) if overrides else config
+    trained, config = config, override(config, overrides, [*SECOND_HALF, *EVALUATION]) if overrides else config
     check(config, training=False)
     is_other = config.parallel.tp != trained.parallel.tp
     if is_other and not (is_one_model(trained) and is_one_model(config)):
