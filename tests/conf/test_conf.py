@@ -6,7 +6,7 @@ import pytest
 
 import vit_tp.conf
 from vit_tp.compose import compose, list_choices, load_config, override, save_config
-from vit_tp.config import SECOND_HALF, Config, check
+from vit_tp.config import EVALUATION, SECOND_HALF, Config, check
 from vit_tp.errors import ConfigError
 
 CHOICES = [(group, name) for group, names in list_choices().items() for name in names]
@@ -118,3 +118,12 @@ def test_only_the_second_half_of_a_finished_run_may_change():
     with pytest.raises(ConfigError) as caught:
         override(config, ["recipe.epochs=3", "model=vit_base", "parallel.tp=1"], SECOND_HALF)
     assert len(caught.value.complaints) == 2
+
+
+def test_an_evaluation_may_look_otherwise_but_not_at_other_data():
+    config = compose(["model=vit_moving_digits", "data=moving_digits", "data.hflip=0.1"])
+    other = override(config, ["data.eval_clips=4", "data.root=elsewhere"], [*SECOND_HALF, *EVALUATION])
+    assert (other.data.eval_clips, other.data.root, other.data.hflip) == (4, "elsewhere", 0.1)
+    assert config.data.eval_clips == 1
+    with pytest.raises(ConfigError, match=r"data\.source=digits cannot be changed here.*data\.eval_clips"):
+        override(config, ["data.source=digits"], [*SECOND_HALF, *EVALUATION])

@@ -67,6 +67,14 @@ def _stream(model: nn.Module, config: Config) -> Iterator[str]:
         yield f"recompute {'all blocks' if len(whole) == num_blocks(model) else 'blocks ' + ', '.join(map(str, whole))}"
 
 
+def _evaluation(plan: BatchPlan) -> Iterator[str]:
+    rows, views = plan.eval_micro_batch_size, plan.views
+    if views > 1 or rows > plan.micro_batch_size:
+        each = f", {views} views of each sample" if views > 1 else ""
+        unknown = "; what they take is not estimated" if rows > plan.micro_batch_size else ""
+        yield f"eval      micro-batches of {rows} rows{each}{unknown}"
+
+
 def _head(num_classes: int, tp: int) -> str:
     held = -(-num_classes // tp)
     return f"{num_classes} classes cut over tp={tp}: each rank holds {held}, and logits are not gathered"
@@ -119,6 +127,7 @@ def describe_run(
         f"memory    {_memory(need)}",
         f"batch     {plan.global_batch_size} = {plan.micro_batch_size} samples x {plan.grad_accum_steps} micro-batches "
         f"x {plan.dp_size} replicas",
+        *_evaluation(plan),
         f"data      {config.data.source}: {spec.num_train} training and {spec.num_val} validation samples, "
         f"{spec.num_classes} classes, {steps} steps an epoch "
         f"({spec.num_train - steps * plan.global_batch_size} left over)",
