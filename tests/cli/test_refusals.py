@@ -68,7 +68,7 @@ def test_help_into_a_pipe_that_closes():
 @pytest.mark.parametrize(
     ("words", "sentences"),
     [
-        (["trian"], ["trian is not a verb; vit-tp knows train, eval, doctor. Did you mean vit-tp train?"]),
+        (["trian"], ["trian is not a verb; vit-tp knows train, eval, bench, doctor. Did you mean vit-tp train?"]),
         (["train", "--lr", "3"], ["--lr is not an option", "3 sets nothing"]),
         (["train", "--config-file"], ["--config-file has no file after it"]),
         (["train", "--config-file", "/no/such.yaml"], ["/no/such.yaml cannot be read (No such file or directory)"]),

@@ -16,7 +16,7 @@ from vit_tp.launch.local import free_port
 
 BIN = Path(sys.executable).parent
 SHORT = ["experiment=digits_smoke", "recipe.max_steps=4", "log.progress=false", "compute.timeout_s=60"]
-LIMIT_S = 240
+LIMIT_S = 300
 
 
 @pytest.fixture(scope="module")
