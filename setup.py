@@ -31,7 +31,7 @@ TEST_REQUIRES = [
 ]
 EXTRAS = {
     "video": ["av>=17,<19"],  # PyAV; its wheels carry FFmpeg
-    "torchcodec": ["torchcodec>=0.11"],  # decodes on GPUs too; each release is built against one torch, and needs FFmpeg
+    "torchcodec": ["torchcodec>=0.11"],  # decodes on GPUs too; built against one torch, and needs FFmpeg's libraries
     "tars": ["webdataset>=1.0,<2"],  # gopen and the iterators over members
     # windows of tiled and pyramidal TIFFs; imagecodecs for JPEG, LZW, JPEG 2000 and zstd in them
     "tiff": ["tifffile>=2024.8.10", "imagecodecs>=2024.6.1"],
