@@ -23,6 +23,7 @@ from vit_tp.config import ModelConfig
 from vit_tp.config.schema import VideoConfig
 from vit_tp.errors import ConfigError
 from vit_tp.models.build import build_model, input_shape
+from vit_tp.models.sizes import arrange
 from vit_tp.models.stages import build_stage, count_tokens, stage_names
 from vit_tp.models.video_embed import inflate
 from vit_tp.models.video_positions import TIME_TEMPERATURE, sincos_table, turn_in_time
@@ -441,6 +442,16 @@ def test_frames_of_any_size_where_timm_takes_them(attention: str):
         x = noise(2, 3, *size)
         assert video(still(x)).shape == (2, 10)
         assert distance(video(still(x)), image(x)) <= EXACT
+
+
+@pytest.mark.parametrize("is_video", [True, False])
+def test_a_size_of_a_schedule_that_patches_do_not_divide_gets_one_piece_of_advice(is_video: bool):
+    image = image_model(dynamic_img_size=True)
+    with pytest.raises(ConfigError) as caught:
+        arrange(video_of(image) if is_video else image, (36, 32))
+    text = str(caught.value)
+    assert text.startswith("images of 36 x 32 pixels do not fit the model: ") and text.count("Use ") == 1
+    assert text.endswith(". Use multiples of its patch size in recipe.resolution_schedule.") and ".." not in text
 
 
 @pytest.mark.parametrize("attention", ["joint", "divided", "factorised"])

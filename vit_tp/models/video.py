@@ -1,6 +1,6 @@
 """What is a video transformer? A timm image model with its names and weights, and what clips need besides.
 
-    attention=joint       timm's blocks over all tokens of a clip
+    attention=joint       timm's blocks over all tokens of a clip, among which prefix tokens count for every tubelet
     attention=divided     over time, then in space, in each block (video_attention.py)
     attention=factorised  timm's blocks within frames; then frames are pooled, and further blocks look over time
 
