@@ -17,27 +17,31 @@ from tests.worlds import run_world
 
 SLOW = pytest.mark.slow
 VIT = ("vit_tiny_patch16_224", {"patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4})
-# VIT and ROPE are stock timm's; clips are the whole model's of tests/unit/test_models_video.py
 ROPE = ("eva02_tiny_patch14_224", {"patch_size": 4, "mlp_ratio": 4, "embed_dim": 32, "depth": 4, "num_heads": 4})
-CLIPS = (*ROPE, 4)
+# Clips of two tubelets, against the whole model that tests/unit/test_models_video.py compares with stock timm. Of a
+# factorised one frame by frame: N = 2 (P + S), 10 to 34 tokens; of the others P + 2 S.
+CLIPS = (*ROPE, {"num_frames": 4, "position": "rope"})
+FACTORISED = (*VIT, {"num_frames": 4, "attention": "factorised", "time_depth": 2})
+DIVIDED = (*VIT, {"num_frames": 4, "attention": "divided"})
 # the table's own size, smaller, wide, and high; N = 17 to 37 tokens
 SIZES = [(16, 16), (16, 16), (8, 8), (8, 24), (24, 8), (16, 16)]
 GLOBAL_BATCH, PARTS = 8, 4
 
 
-def build(device: str, family: str, kwargs: dict[str, Any], frames: int = 0) -> torch.nn.Module:
+def build(device: str, family: str, kwargs: dict[str, Any], video: dict[str, Any] | None = None) -> torch.nn.Module:
     import vit_tp
 
     with torch.device(device):
         model = timm.create_model(family, img_size=16, num_classes=10, dynamic_img_size=True, **kwargs)
-    return vit_tp.video_model(model, frames, position="rope") if frames else model
+    return vit_tp.video_model(model, **video) if video else model
 
 
-def growing_batches(frames: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def growing_batches(video: dict[str, Any] | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(3)
+    frames = [video["num_frames"]] if video else []
     return [
         (
-            torch.randn(GLOBAL_BATCH, 3, *([frames] if frames else []), *size, generator=generator),
+            torch.randn(GLOBAL_BATCH, 3, *frames, *size, generator=generator),
             torch.randint(10, (GLOBAL_BATCH,), generator=generator),
         )
         for size in SIZES
@@ -84,7 +88,11 @@ def train_growing(pp: int, dp: int, tp: int, model: tuple, steps: int, **cut: An
     }
 
 
-@pytest.fixture(scope="module", params=[VIT, ROPE, pytest.param(CLIPS, marks=SLOW)], ids=["learnt", "rotary", "clips"])
+@pytest.fixture(
+    scope="module",
+    params=[VIT, ROPE, FACTORISED, *(pytest.param(model, marks=SLOW) for model in (CLIPS, DIVIDED))],
+    ids=["learnt", "rotary", "factorised", "clips", "divided"],
+)
 def stock(request) -> tuple:
     """Stock timm and torch's AdamW from the weights that one process starts from."""
     first = merged(run_world(train_growing, 1, 1, 1, 1, request.param, 0), "first")
@@ -102,7 +110,29 @@ def stock(request) -> tuple:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    if request.param == FACTORISED:
+        assert max(far_from_frames(model)) <= 1e-5
     return request.param, losses, norms, {n: p.detach() for n, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def far_from_frames(video: torch.nn.Module) -> list[float]:
+    """Return how far a factorised model is from stock timm on each tubelet, and blocks over what it pools, by size.
+
+    Frames of a tubelet are equal here, so that the sum of its kernels is the kernel of an image.
+    """
+    stock = timm.create_model(VIT[0], img_size=16, num_classes=10, dynamic_img_size=True, **VIT[1])
+    state = {n: t for n, t in video.state_dict().items() if not n.startswith("time_")}
+    state["patch_embed.proj.weight"] = state["patch_embed.proj.weight"].sum(2)
+    stock.load_state_dict(state)
+    far = []
+    for size in SIZES:
+        x = torch.randn(2, 3, 2, *size, generator=torch.Generator().manual_seed(4))
+        tokens = [stock.patch_drop(stock._pos_embed(stock.patch_embed(x[:, :, t]))) for t in range(2)]
+        pooled = torch.stack([stock.blocks(stock.norm_pre(frame))[:, 0] for frame in tokens], 1) + video.time_embed
+        wanted = stock.head(stock.norm(video.time_blocks(pooled).mean(1)))
+        far.append((video(x.repeat_interleave(2, 2)) - wanted).abs().max().item())
+    return far
 
 
 @pytest.mark.parametrize(

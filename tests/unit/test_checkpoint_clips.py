@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 import vit_tp
 from tests.distributed.models import randomise_
+from vit_tp.checkpoint.export import VIDEO, fill_from
 from vit_tp.checkpoint.pretrained import open_pretrained, start_from
 from vit_tp.config import ModelConfig
 from vit_tp.config.schema import VideoConfig
 from vit_tp.errors import CheckpointError
 from vit_tp.models.build import build_model
 from vit_tp.models.stages import stage_names
-from vit_tp.models.weights import FirstWeights, materialise
+from vit_tp.models.weights import Fill, FirstWeights, materialise
 
 VIT = "vit_tiny_patch16_224"
 SMALL: dict[str, Any] = {"embed_dim": 32, "depth": 2, "num_heads": 4, "patch_size": 8}
@@ -37,8 +40,10 @@ def image_model(name: str = VIT, **kwargs: Any) -> nn.Module:
         return randomise_(timm.create_model(name, **SMALL, **{"img_size": 32, "num_classes": 10, **kwargs})).eval()
 
 
-def saved(model: nn.Module, path: Path) -> str:
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path)
+def saved(model: nn.Module, path: Path, video: VideoConfig | None = None) -> str:
+    """Write weights; with what an export's metadata says of a video model, where that is given."""
+    metadata = None if video is None else {VIDEO: json.dumps(dataclasses.asdict(video))}
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path, metadata)
     return str(path)
 
 
@@ -71,7 +76,12 @@ def test_one_line_says_what_became_of_every_tensor(image: str):
         "; new time_embed, blocks.*.attn_time.proj"
     )
     line = open_pretrained(wish(image, position="sincos", attention="factorised"), 10, 3).describe()
-    assert "new time_blocks.*.norm1, time_blocks.*.attn.qkv" in line and line.endswith("; ignored pos_embed")
+    assert line == (
+        f"{image}: 63 loaded, inflated {KERNEL} (mean, 32 x 3 x 2 x 8 x 8), copied blocks.1.norm1 to "
+        "time_blocks.*.norm1, blocks.1.attn.qkv to time_blocks.*.attn.qkv, blocks.1.norm2 to time_blocks.*.norm2, "
+        "blocks.1.mlp.fc1 to time_blocks.*.mlp.fc1"
+        "; new time_blocks.*.attn.proj, time_blocks.*.mlp.fc2; ignored pos_embed"
+    )
     line = open_pretrained(wish(image), 7, 3).describe()
     assert "re-made head.weight, head.bias" in line and "; new time_embed; " in line
 
@@ -92,6 +102,15 @@ def test_all_but_what_is_new_is_what_timm_loads(image: str):
         assert torch.equal(found[f"blocks.{index}.norm_time.weight"], wanted[f"blocks.{index}.norm1.weight"])
         assert not found[f"blocks.{index}.attn_time.proj.weight"].any()
     assert not found["time_embed"].any()
+
+
+@pytest.mark.parametrize("attention", ["joint", "divided", "factorised"])
+def test_a_loop_of_ones_own_starts_from_the_same_weights(image: str, attention: str):
+    stock = timm.create_model(VIT, **SMALL, img_size=32, num_classes=10)
+    stock.load_state_dict(load_file(image))
+    wanted = vit_tp.video_model(stock, 8, attention=attention).state_dict()
+    found = started(wish(image, attention=attention))
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_what_timm_does_not_compute_stays_in_the_file(image: str):
@@ -144,6 +163,59 @@ def test_tubelets_of_another_size_are_refused(tmp_path):
         open_pretrained(wish(file, attention="divided"), 10, 3)
     with pytest.raises(CheckpointError, match="missing: pos_embed|surplus: pos_embed"):
         open_pretrained(wish(file, position="sincos"), 10, 3)
+
+
+def test_the_same_tensors_in_another_model_are_refused(tmp_path):
+    """A rotary table has no weights: of an export of DINOv3, nothing else tells rope from sincos."""
+    name, file = "vit_small_patch16_dinov3", tmp_path / "dinov3.safetensors"
+    made = VideoConfig(8, position="rope")
+    model = vit_tp.video_model(image_model(name), 8, position="rope")
+    saved(model, file, made)
+    config = wish(str(file), name=name, position="sincos")
+    with pytest.raises(CheckpointError) as caught:
+        open_pretrained(config, 10, 3)
+    assert str(caught.value) == (
+        f"{file} is of a video model with position=rope, and model.video.position=sincos; what its weights learnt "
+        "there they do not mean here. Use model.video.position=rope, or start from the weights of the image model."
+    )
+    config.video = VideoConfig(16, position="rope", inflation="central", time_depth=2)
+    found, state = started(config), model.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items()), "lengths and inflation may differ"
+    config.video = VideoConfig(8, position="sincos")
+    config.pretrained = saved(model, tmp_path / "foreign.safetensors")
+    assert started(config).keys() == state.keys(), "without metadata it goes on as ever"
+
+
+def test_every_choice_of_an_export_is_asked_for_as_it_is_typed(tmp_path):
+    made = VideoConfig(8, attention="factorised", time_depth=2)
+    model = vit_tp.video_model(image_model(), 8, attention="factorised", time_depth=2)
+    file = saved(model, tmp_path / "video.safetensors", made)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {name: "video.safetensors" for name in model.state_dict()}}))
+    for source in (file, str(index)):
+        with pytest.raises(
+            CheckpointError, match=r"time_depth=2, and model\.video\.time_depth=3; .* Use model\.video\.time"
+        ):
+            open_pretrained(wish(source, attention="factorised", time_depth=3), 10, 3)
+        with pytest.raises(CheckpointError) as caught:
+            open_pretrained(wish(source, tubelet_size=4, attention="divided"), 10, 3)
+        assert "Use model.video.tubelet_size=2 model.video.attention=factorised" in str(caught.value)
+        with pytest.raises(CheckpointError) as caught:
+            open_pretrained(wish(source, num_frames=None), 10, 3)
+        assert str(caught.value).endswith(
+            "Use model.video.num_frames=8 model.video.tubelet_size=2 model.video.attention=factorised "
+            "model.video.position=learned model.video.time_depth=2."
+        )
+        assert open_pretrained(wish(source, attention="factorised", time_depth=2), 10, 3)
+    with pytest.raises(CheckpointError, match=r"Use model\.video\.attention=factorised"):
+        materialise(build_model(wish(None), 10, 3), "embed", fill_from_file(tmp_path, file))
+    joint = saved(vit_tp.video_model(image_model(), 8), tmp_path / "joint.safetensors", VideoConfig(8))
+    assert open_pretrained(wish(joint, time_depth=9), 10, 3), "of no meaning but for time blocks"
+
+
+def fill_from_file(folder: Path, file: str) -> Fill:
+    Path(file).rename(folder / "model.safetensors")
+    return fill_from(folder, FirstWeights(0))
 
 
 def test_an_eva_starts_from_its_image_model_too(tmp_path):

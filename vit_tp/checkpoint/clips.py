@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vit_tp.config.schema import VideoConfig
 from vit_tp.errors import CheckpointError
 from vit_tp.models.video_embed import inflate
+from vit_tp.models.video_start import origin_of
 
 KERNEL = "patch_embed.proj.weight"
-STARTS_FROM = {"attn_time": "attn", "norm_time": "norm1"}
-"""Parts of a divided block -> parts of the image model's block that they start as."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,39 @@ class ForClips:
     copied: Mapping[str, str] = field(default_factory=dict)
     new: Sequence[str] = ()
     idle: Sequence[str] = ()
+
+
+CHOICES = ("tubelet_size", "attention", "position", "time_depth")
+"""Those that make other numbers of the same weights, or need others; num_frames may differ, inflation is past."""
+
+
+def require_same_choices(source: str, made_with: Mapping[str, Any], video: VideoConfig) -> None:
+    """Raise unless a video model is what the video model was that a file's weights are of.
+
+    Args:
+        source: Where the file came from.
+        made_with: The choices that its metadata names.
+        video: Those of the model; `num_frames` is None for an image model.
+
+    Raises:
+        CheckpointError: With what to type.
+    """
+    if video.num_frames is None:
+        wanted = [f"model.video.{name}={value}" for name, value in made_with.items() if name != "inflation"]
+        raise CheckpointError(
+            f"{source} is of a video model of {made_with.get('num_frames')} frames, and model.video.num_frames is "
+            f"null; an image has no frames for it. Use {' '.join(wanted)}."
+        )
+    names = [name for name in CHOICES if name != "time_depth" or made_with.get("attention") == "factorised"]
+    other = [name for name in names if name in made_with and made_with[name] != getattr(video, name)]
+    if other:
+        had = ", ".join(f"{name}={made_with[name]}" for name in other)
+        asked = ", ".join(f"model.video.{name}={getattr(video, name)}" for name in other)
+        raise CheckpointError(
+            f"{source} is of a video model with {had}, and {asked}; what its weights learnt there they do not mean "
+            f"here. Use {' '.join(f'model.video.{name}={made_with[name]}' for name in other)}, or start from the "
+            f"weights of the image model."
+        )
 
 
 def as_images(kernel: Tensor) -> Tensor:
@@ -81,21 +115,13 @@ def _of_images(weights: dict[str, Tensor], image: nn.Module, model: nn.Module) -
     if KERNEL in weights:
         weights[KERNEL] = inflate(weights[KERNEL], video.tubelet_size, video.inflation)
     new = [name for name in wanted if name not in had and name not in weights]
-    origins = {name: _origin(name) for name in new}
+    origins = {name: origin_of(model, name) for name in new}
     copied = {name: origin for name, origin in origins.items() if origin in weights}
     weights |= {name: weights[origin] for name, origin in copied.items()}
     idle = [name for name in had if name not in wanted and name in weights]
     for name in idle:
         del weights[name]
     return ForClips(weights, video.inflation, copied, [name for name in new if name not in copied], idle)
-
-
-def _origin(name: str) -> str | None:
-    """Return what a part of a divided block starts as; None for its last layer, and for all other new parts."""
-    for part, origin in STARTS_FROM.items():
-        if f".{part}." in name and f".{part}.proj." not in name:
-            return name.replace(f".{part}.", f".{origin}.")
-    return None
 
 
 def _with_time_resampled(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

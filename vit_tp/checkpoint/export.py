@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from vit_tp.checkpoint.clips import require_same_choices
 from vit_tp.config.atomic import replacing, write_atomically
+from vit_tp.config.schema import VideoConfig
 from vit_tp.errors import CheckpointError
 from vit_tp.models.stages import TABLES, Stage
 from vit_tp.models.weights import Fill, FirstWeights
@@ -91,7 +94,7 @@ def fill_from(folder: Path, drawn: FirstWeights) -> Fill:
         drawn: Gives what no file holds, such as the indices of a position table.
 
     Raises:
-        CheckpointError: If there are no weights.
+        CheckpointError: If there are no weights, or, in the fill, they are another video model's.
     """
     if (folder / WEIGHTS).is_file():
         where = None
@@ -99,8 +102,11 @@ def fill_from(folder: Path, drawn: FirstWeights) -> Fill:
         where = json.loads((folder / INDEX).read_text())["weight_map"]
     else:
         raise CheckpointError(f"{folder} holds no {WEIGHTS}, so there are no weights to load. Name a finished run.")
+    made_with = video_of(folder / (WEIGHTS if where is None else INDEX))
 
     def fill(model: nn.Module, stage: Stage) -> None:
+        if made_with is not None:
+            require_same_choices(str(folder), made_with, getattr(model, "video", None) or VideoConfig())
         saved = dict(stage.named_timm_tensors())
         drawn(model, stage, skip=saved)
         for name, param in saved.items():
@@ -116,12 +122,26 @@ def mark_of(file: Path) -> str | None:
     Args:
         file: A .safetensors file, or the index of several.
     """
+    return _metadata_of(file).get(MARK)
+
+
+def video_of(file: Path) -> dict[str, Any] | None:
+    """Return the choices that a video model was made with; None for an image model, or a file that is none of ours.
+
+    Args:
+        file: A .safetensors file, or the index of several.
+    """
+    choices = _metadata_of(file).get(VIDEO)
+    return None if choices is None else json.loads(choices)
+
+
+def _metadata_of(file: Path) -> dict[str, str]:
     if file.name.endswith(".index.json"):
         file = file.with_name(next(iter(json.loads(file.read_text())["weight_map"].values())))
     if file.suffix != ".safetensors":
-        return None
+        return {}
     with safe_open(file, framework="pt") as tensors:
-        return (tensors.metadata() or {}).get(MARK)
+        return tensors.metadata() or {}
 
 
 def _read(file: Path, name: str, param: Tensor) -> Tensor:

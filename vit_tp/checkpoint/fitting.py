@@ -60,7 +60,14 @@ class Fitted:
         if self.clips.inflated:
             yield f"inflated {KERNEL} ({self.clips.inflated}, {_shape(self.weights[KERNEL].shape)})"
         if self.clips.copied:
-            yield f"copied {_some(dict.fromkeys(f'{_any(o)} to {_any(n)}' for n, o in self.clips.copied.items()))}"
+            origins: dict[str, dict[str, None]] = {}
+            for name, origin in self.clips.copied.items():
+                origins.setdefault(_any(name), {})[origin.rpartition(".")[0]] = None
+            pairs = [
+                f"{next(iter(found)) if len(found) == 1 else _any(next(iter(found)) + '.')} to {name}"
+                for name, found in origins.items()
+            ]
+            yield f"copied {_some(pairs)}"
 
 
 def fit(

@@ -27,8 +27,8 @@ from timm.models import _builder
 from torch import Tensor, nn
 from torch.utils.serialization import config as serialization
 
-from vit_tp.checkpoint.clips import KERNEL, as_clips, as_images, for_clips
-from vit_tp.checkpoint.export import mark_of
+from vit_tp.checkpoint.clips import KERNEL, as_clips, as_images, for_clips, require_same_choices
+from vit_tp.checkpoint.export import mark_of, video_of
 from vit_tp.checkpoint.fitting import Fitted, fit
 from vit_tp.config import ModelConfig
 from vit_tp.config.schema import VideoConfig
@@ -107,7 +107,7 @@ def open_pretrained(model: ModelConfig, num_classes: int, in_chans: int) -> Fitt
     try:
         if model.pretrained is not True:
             cfg |= _location(Path(source).expanduser())
-            _require_one_model(Path(source).expanduser())
+            _require_same_model(Path(source).expanduser(), model.video)
         weights = _let_timm_load(call, cfg, file)
     except VitTpError:
         raise
@@ -135,13 +135,15 @@ def open_pretrained(model: ModelConfig, num_classes: int, in_chans: int) -> Fitt
     )
 
 
-def _require_one_model(file: Path) -> None:
+def _require_same_model(file: Path, video: VideoConfig) -> None:
     mark = mark_of(file)
     if mark is not None:
         raise CheckpointError(
             f"{file} was {mark}, where each rank keeps channels of its own; on any other tp, and in stock timm, its "
             f"weights are another model. Use the export of a run with recipe.sync=exact."
         )
+    if (made_with := video_of(file)) is not None:
+        require_same_choices(str(file), made_with, video)
 
 
 def _recorded_call(model: ModelConfig, num_classes: int, in_chans: int) -> LoadCall:

@@ -61,8 +61,9 @@ def arrange(model: nn.Module, img_size: tuple[int, int]) -> Arrangement:
     try:
         num_tokens = count_tokens(model, input_size)
     except (AssertionError, RuntimeError, ValueError) as error:
+        reason = str(error).partition(". Use ")[0].rstrip(".")  # timm's, or that of a refusal with advice of its own
         raise ConfigError(
-            f"images of {' x '.join(map(str, img_size))} pixels do not fit the model: {error}. Use multiples of its "
+            f"images of {' x '.join(map(str, img_size))} pixels do not fit the model: {reason}. Use multiples of its "
             f"patch size in recipe.resolution_schedule."
         ) from error
     grid = layout.grid(model.get_submodule(layout.owner), input_size) if layout and layout.grid else None

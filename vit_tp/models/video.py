@@ -1,6 +1,6 @@
 """What is a video transformer? A timm image model with its names and weights, and what clips need besides.
 
-    attention=joint       timm's blocks over all tokens of a clip
+    attention=joint       timm's blocks over all tokens of a clip, among which prefix tokens count for every tubelet
     attention=divided     over time, then in space, in each block (video_attention.py)
     attention=factorised  timm's blocks within frames; then frames are pooled, and further blocks look over time
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from vit_tp.config.schema import VideoConfig
 from vit_tp.errors import ConfigError
 from vit_tp.models.video_positions import sincos_table
+from vit_tp.models.video_start import start_new_parts_
 
 
 class _Clips(nn.Module):
@@ -37,13 +38,14 @@ class _Clips(nn.Module):
 
     def _pos_embed(self, x: Tensor) -> Any:
         """(B, T, Y, X, C) -> (B, N, C), and what timm's own returns besides; timm adds its table to each frame."""
-        x = self._add_time(x).flatten(0, 1)
-        found = super()._pos_embed(x if self.dynamic_img_size else x.flatten(1, 2))
+        placed = self._add_time(x)
+        frames = placed.flatten(0, 1)
+        found = super()._pos_embed(frames if self.dynamic_img_size else frames.flatten(1, 2))
         frames, *others = found if isinstance(found, tuple) else (found,)
-        x = self._join(frames.unflatten(0, (-1, self.num_times)))
-        if self.pos_embed is None and isinstance(self, VisionTransformer):
-            x = self.pos_drop(x)  # timm leaves it out where it has no table
-        return (x, *others) if others else x
+        joined = self._join(frames.unflatten(0, (-1, self.num_times)))
+        if self.pos_embed is None and placed is not x and isinstance(self, VisionTransformer):
+            joined = self.pos_drop(joined)  # timm leaves it out where it has no table; here one was added
+        return (joined, *others) if others else joined
 
     def _add_time(self, x: Tensor) -> Tensor:
         if self.video.position == "sincos":
@@ -65,9 +67,10 @@ class _Clips(nn.Module):
         matcher = super().group_matcher(coarse)
         return {**matcher, "stem": f"{matcher['stem']}|time_embed"}
 
-    def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
-        """timm's, for another size of frames."""
-        super().set_input_size(img_size, patch_size)
+    def init_weights(self, *args: Any, **kwargs: Any) -> None:
+        """timm's; new parts start afresh too, and add nothing."""
+        super().init_weights(*args, **kwargs)
+        start_new_parts_(self)
 
     def forward_intermediates(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse what timm lays out as images.
@@ -108,6 +111,10 @@ class FactorisedVisionTransformer(_Clips, VisionTransformer):
     def _join(self, frames: Tensor) -> Tensor:
         """(B, T, P + S, C) -> (B, T (P + S), C)."""
         return frames.flatten(1, 2)
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """timm's, whose last group takes the table of time too: it is added behind the blocks."""
+        return VisionTransformer.group_matcher(self, coarse)
 
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Return the tokens of all frames, (B, T (P + S), C), before any norm."""

@@ -1,7 +1,7 @@
 """How does a timm image model become a video model? In place, after everything that cannot be was refused.
 
 What it had keeps its name and value; of the patch embedding only the kernel is new (video_embed.py). New parts are made
-from the model's own, so they follow its scheme of first weights, and add nothing at first.
+from the model's own; what they start as says video_start.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from vit_tp.config.schema import VideoConfig
 from vit_tp.config.video import ATTENTIONS, INFLATIONS, POSITIONS, video_complaints
 from vit_tp.errors import ConfigError
 from vit_tp.models.video import FactorisedVisionTransformer, VideoEva, VideoVisionTransformer
-from vit_tp.models.video_attention import TokenOrder, as_divided_, as_space_attention_, silence_
+from vit_tp.models.video_attention import JointAttention, SpaceAttention, TokenOrder, as_divided_
 from vit_tp.models.video_embed import over_time_
 from vit_tp.models.video_positions import IN_TIME, in_time_
+from vit_tp.models.video_start import start_new_parts_
 
 CAN = (
     "timm's VisionTransformer (vit_*, deit3_*, eva_large_* and more: every attention, position=learned or sincos) and "
@@ -40,8 +41,12 @@ def video_model(
 ) -> nn.Module:
     """Turn a timm image model into a model of clips (B, channels, T, Y, X), in place.
 
-    Give it an image model with the weights to start from, and cut it afterwards. For a clip of equal frames the new
-    model gives the image model's logits; with attention="joint" and prefix tokens nearly so.
+    Give it an image model with the weights to start from, and cut it afterwards. Parts that it lacks start as copies of
+    its own whose last layer is zero, so for a clip of equal frames the new model gives the image model's logits, to
+    rounding. Not so with position="sincos", which replaces a table, or "rope", which turns it in time; nor with
+    attention="joint" on a model with prefix tokens that is an Eva, or whose blocks have another attention than timm's
+    Attention, for there a clip has more patches for each prefix token than an image; nor, but for "factorised", where
+    the head pools prefix tokens together with patches. With one tubelet the last two are exact.
 
     Args:
         model: A timm model, real or on meta, that is not cut.
@@ -85,12 +90,12 @@ def as_video_(model: nn.Module, video: VideoConfig, knob: str = "model.video.") 
         like = model.patch_embed.proj.weight
         shape = (1, num_times, model.embed_dim)
         model.time_embed = nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
-    if video.attention != "joint":
-        _change_blocks_(model, video, order)
+    _change_blocks_(model, video, order)
     if getattr(model, "rope", None) is not None:
         in_time_(model.rope, num_times, video.position == "rope")
     model.video, model.num_times = copy.copy(video), num_times
     model.__class__ = _class_of(model, video.attention)
+    start_new_parts_(model)
     return model
 
 
@@ -101,16 +106,18 @@ def _class_of(model: nn.Module, attention: str) -> type[nn.Module]:
 
 
 def _change_blocks_(model: nn.Module, video: VideoConfig, order: TokenOrder) -> None:
+    if video.attention == "joint":
+        for module in model.blocks.modules() if order.num_repeated else ():
+            if type(module) is Attention:
+                module.__class__, module.order = JointAttention, order
+        return
     if video.attention == "divided":
         for block in model.blocks:
             as_divided_(block, copy.deepcopy(block.norm1), copy.deepcopy(block.attn), order)
         return
     model.time_blocks = nn.Sequential(*(copy.deepcopy(model.blocks[-1]) for _ in range(video.time_depth)))
-    for block in model.time_blocks:
-        silence_(block.attn.proj)
-        silence_(block.mlp.fc2)
     for block in model.blocks:
-        as_space_attention_(block.attn, order)
+        block.attn.__class__, block.attn.order = SpaceAttention, order
 
 
 def rebuild_video(model: nn.Module, image: nn.Module) -> nn.Module:

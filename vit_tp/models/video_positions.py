@@ -72,6 +72,7 @@ class _InTime(nn.Module):
         return table if dtype is None else table.to(dtype)
 
     def _is_half(self) -> bool:
+        # timm's tables say it in an attribute, but for MRope, which lays halves out always and has none
         return isinstance(self, RotaryEmbeddingMRope) or getattr(self, "rotate_half", False)
 
     def _repeat(self, table: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from vit_tp.errors import ConfigError
 from vit_tp.models.stages import Stage, Tables, build_stage
 from vit_tp.models.tape import Tape, is_unset, unset_
 from vit_tp.models.video_build import rebuild_video
+from vit_tp.models.video_start import origin_of
 from vit_tp.parallel.rng import Clock
 
 Fill = Callable[[nn.Module, Stage], None]
@@ -51,7 +52,8 @@ class FirstWeights:
             self._model, self._tape = model, record(model)
         for name, tensor in (*stage.inner.named_parameters(), *stage.inner.named_buffers()):
             if name not in skip:
-                tensor.copy_(self._tape.replay(name, self.seed, name))
+                source = origin_of(model, name) or name  # a copy has the random numbers of what it copies
+                tensor.copy_(self._tape.replay(source, self.seed, source))
 
 
 def record(model: nn.Module) -> Tape:

@@ -27,7 +27,7 @@ from timm.models.vision_transformer_relpos import RelPosAttention
 from timm.models.vitamin import GeGluMlp
 from torch import nn
 
-from vit_tp.models.video_attention import SpaceAttention, TimeAttention
+from vit_tp.models.video_attention import JointAttention, SpaceAttention, TimeAttention
 from vit_tp.models.video_positions import VideoRopeMixed
 from vit_tp.sharding.rule import Edit, ShardRule
 
@@ -171,6 +171,6 @@ LAYERS: dict[type[nn.Module], ShardRule] = {
     ),
 }  # fmt: skip
 
-# Attention over a part of a clip's tokens folds between cut layers what timm's would take whole.
-LAYERS[SpaceAttention] = LAYERS[TimeAttention] = LAYERS[Attention]
+# Attention on clips folds or repeats tokens between cut layers that are timm's.
+LAYERS[JointAttention] = LAYERS[SpaceAttention] = LAYERS[TimeAttention] = LAYERS[Attention]
 LAYERS[VideoRopeMixed] = LAYERS[RotaryEmbeddingMixed]
