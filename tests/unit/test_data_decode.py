@@ -8,9 +8,11 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from tests.videos import (
     DECODERS,
+    LUMA_WEIGHTS,
     REAL_CLIPS,
     frames_at,
     frames_of,
@@ -20,12 +22,14 @@ from tests.videos import (
     on_display,
     turned,
     uneven_times,
+    write_colours,
     write_sound,
     write_video,
     write_without_duration,
 )
 from vit_tp.data.decode import PYAV, TORCHCODEC, choose_decoder, decoder_version, open_video, torchcodec_problem
 from vit_tp.data.decode_pyav import PyAVReader
+from vit_tp.data.decode_torchcodec import explained
 from vit_tp.data.frames import dense_times
 from vit_tp.errors import ConfigError, DataError
 
@@ -154,6 +158,17 @@ def test_a_video_that_was_taken_sideways_is_upright(tmp_path, quarters, decoder)
     assert np.abs(found.astype(int) - expected.astype(int)).mean() <= (0 if decoder == PYAV else 1.0)
 
 
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("is_full_range", [False, True])
+@pytest.mark.parametrize("matrix", LUMA_WEIGHTS)
+def test_colours_are_those_that_the_file_says(tmp_path, matrix, is_full_range, decoder):
+    """The other matrix would be wrong by up to 30 levels, the other range by up to 20."""
+    colours = write_colours(tmp_path / "colours.mp4", matrix, is_full_range)
+    with open_video(tmp_path / "colours.mp4", decoder) as video:
+        [frame] = frames_at(video, [0.25])
+    assert np.abs(frame[8::16, 8::16].astype(int) - colours).max() <= 4
+
+
 def test_no_more_is_decoded_than_the_way_from_the_keyframe_before(tmp_path):
     path = write_video(tmp_path / "long.mp4", range(0, 40 * 400, 40), levels=[0] * 400, gop=10)
     reader = PyAVReader(path)
@@ -272,6 +287,13 @@ def test_looking_for_the_length_has_an_end(files, monkeypatch):
     refused = pytest.raises(DataError, match="gives no length, and 30 packets are not all of it")
     with refused, open_video(files["no_duration.mkv"], PYAV):
         pass
+
+
+def test_a_device_without_memory_is_no_broken_file():
+    with pytest.raises(torch.OutOfMemoryError), explained():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(DataError, match="not a video that can be read: Could not"), explained():
+        raise RuntimeError("decoder.cpp:12, Could not push packet")
 
 
 # which decoder

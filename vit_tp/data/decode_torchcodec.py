@@ -40,7 +40,7 @@ class TorchcodecReader:
             file.seek(0)
         else:
             file = f"file:{os.fspath(file)}"  # a colon in a name is no protocol
-        with _explained():
+        with explained():
             self._decoder = VideoDecoder(
                 file, dimension_order="NHWC", num_ffmpeg_threads=1, device=device, seek_mode="exact"
             )
@@ -71,7 +71,7 @@ class TorchcodecReader:
     def shown(self, times: Sequence[float]) -> Iterator[np.ndarray]:
         """Yield the frame on display at each of some ascending times."""
         for first in range(0, len(times), _BLOCK):
-            with _explained():
+            with explained():
                 block = self._block(times[first : first + _BLOCK])
             yield from block
 
@@ -86,7 +86,8 @@ class TorchcodecReader:
         parts = [self._decoder.get_frames_at([0]).data.expand(num_before, -1, -1, -1)] if num_before else []
         parts += [self._played_at(inside)] if inside else []
         parts += [self._decoder.get_frames_at([last]).data.expand(num_after, -1, -1, -1)] if num_after else []
-        return np.concatenate([part.cpu().numpy() for part in parts])
+        arrays = [part.cpu().numpy() for part in parts]
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
     def _played_at(self, times: list[float]) -> Tensor:
         frames = self._decoder.get_frames_played_at(times)
@@ -104,7 +105,8 @@ class TorchcodecReader:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
+    """Say about whatever torchcodec raises that the file cannot be read."""
     try:
         yield
     except (DataError, OutOfMemoryError):  # of the device: no fault of the file
