@@ -421,27 +421,27 @@ class SlowBytes(io.BytesIO):
         return super().read(size)
 
 
-def test_each_clip_of_an_evaluation_has_a_deadline_of_its_own_and_transforms_have_none(tmp_path, monkeypatch):
-    path = write_video(tmp_path / "a.mp4", range(0, 1600, 40), gop=1, size=(320, 240))
-    slow = SlowBytes(path.read_bytes(), 0.0)
-    knobs = {"decoder": "pyav", "eval_clips": 8, **PLAIN}
-    pipeline = ClipPipeline(DataConfig(timeout_s=None, **knobs), evaluation())
+def slow_video(folder, seconds):
+    video = {"levels": [90] * 100, "ticks_per_s": 25, "codec": "rawvideo", "size": (160, 120)}
+    return SlowBytes(write_video(folder / "a.avi", range(100), **video).read_bytes(), seconds)
+
+
+def test_each_clip_of_an_evaluation_has_a_deadline_of_its_own(tmp_path):
+    slow, pipeline = slow_video(tmp_path, 0.01), ClipPipeline(DataConfig(decoder="pyav", eval_clips=8), evaluation())
+    pipeline.data.timeout_s = None
     expected = pipeline.load(slow, SampleKey(0, 0))
-    transform = pipeline._transform((32, 40))
-    monkeypatch.setattr(pipeline, "_transforms", {(32, 40): lambda image: time.sleep(0.02) or transform(image)})
-    pipeline.data = DataConfig(timeout_s=0.1, **knobs)  # 48 frames take 0.96 s to transform, and 8 clips have 0.8 s
+    pipeline.data.timeout_s = slow.taken / 3  # too little for one deadline, enough for eight
     assert torch.equal(pipeline.load(slow, SampleKey(0, 0)), expected)
-    pipeline._transforms = {(32, 40): transform}
-    slow.seconds = 0.001
-    began = time.monotonic()
-    pipeline.data = DataConfig(timeout_s=None, **knobs)
-    pipeline.load(slow, SampleKey(0, 0))
-    needed = time.monotonic() - began
-    pipeline.data = DataConfig(timeout_s=needed / 3, **knobs)  # more than one of it, less than eight
-    assert torch.equal(pipeline.load(slow, SampleKey(0, 0)), expected)
-    pipeline.data = DataConfig(timeout_s=needed / 40, **knobs)
+    pipeline.data.timeout_s = slow.taken / 40
     with pytest.raises(DecodeTimeout, match=r"decoding took longer than data\.timeout_s="):
         pipeline.load(slow, SampleKey(0, 0))
+
+
+def test_transforms_have_no_deadline(tmp_path):
+    pipeline = ClipPipeline(DataConfig(decoder="pyav", timeout_s=1.0), evaluation())
+    transform = pipeline._transform((32, 40))
+    pipeline._transforms[32, 40] = lambda image: time.sleep(0.2) or transform(image)  # six frames
+    assert pipeline.load(slow_video(tmp_path, 0.0), SampleKey(0, 0)).shape == (3, 6, 32, 40)
 
 
 def test_a_video_with_fewer_frames_than_the_clip_shows_some_of_them_again(tmp_path):

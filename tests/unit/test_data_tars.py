@@ -235,10 +235,10 @@ def test_a_server_that_stops_sending_is_asked_again(folder):
         thread.start()
         try:
             root = f"http://127.0.0.1:{server.server_port}/"
-            source = tars(root, train_shards="train-1.tar", num_classes=40, timeout_s=1.0)
+            source = tars(root, train_shards="train-1.tar", num_classes=40, timeout_s=2.0)
             begun = time.monotonic()
             assert [raw.label for raw in source.fetch(0, 0, 12)] == list(range(7, 19))
-            assert 2 <= time.monotonic() - begun < 20
+            assert 4 <= time.monotonic() - begun < 20
         finally:
             release.set()
             server.shutdown()
@@ -248,12 +248,12 @@ def test_a_server_that_stops_sending_is_asked_again(folder):
 def test_a_program_that_stops_sending_is_ended_with_its_children(folder):
     (folder / "sizes.json").write_text(json.dumps({"train-1.tar": 12}))
     root = f"pipe:case {{}} in *.json) cat {folder}/{{}};; *) head -c 20000 {folder}/{{}}; sleep 600; echo;; esac"
-    source = tars(root, train_shards="train-1.tar", num_classes=40, timeout_s=1.0)
+    source = tars(root, train_shards="train-1.tar", num_classes=40, timeout_s=2.0)
     begun = time.monotonic()
     raws = list(source.fetch(0, 1, 12))
     assert [raw.label for raw in raws[:2]] == [8, 9] and len(raws) == 11
-    assert {raw.reason for raw in raws[2:]} == {"the shard breaks off (nothing came for data.timeout_s=1)"}
-    assert 2 <= time.monotonic() - begun < 20
+    assert {raw.reason for raw in raws[2:]} == {"the shard breaks off (nothing came for data.timeout_s=2)"}
+    assert 4 <= time.monotonic() - begun < 20
     while psutil.Process().children(recursive=True) and time.monotonic() - begun < 20:
         time.sleep(0.05)
     assert not psutil.Process().children(recursive=True)
