@@ -72,6 +72,43 @@ def write_video(
     return file
 
 
+LUMA_WEIGHTS = {"BT.601": (5, 0.299, 0.114), "BT.709": (1, 0.2126, 0.0722)}
+"""ISO/IEC 23091-2's number of a matrix, and its weights of red and blue."""
+
+
+def write_colours(path, matrix, is_full_range):
+    """Write a video of 48 patches of colour whose file says how they are coded, and return them (6, 8, 3) uint8.
+
+    Source: ITU-R BT.601-7, 2.5, and BT.709-6, 3.
+    """
+    import av
+
+    number, red, blue = LUMA_WEIGHTS[matrix]
+    colours = np.random.default_rng(0).integers(20, 235, (6, 8, 3))
+    r, g, b = np.moveaxis(colours / 255, -1, 0)
+    luma = red * r + (1 - red - blue) * g + blue * b
+    chroma = [(b - luma) / (2 - 2 * blue), (r - luma) / (2 - 2 * red)]
+    of_luma, of_chroma, black = (255, 255, 0) if is_full_range else (219, 224, 16)
+    planes = [black + of_luma * luma, *(128 + of_chroma * plane for plane in chroma)]
+    sides = (16, 8, 8)  # 4:2:0
+    coded = [np.kron(plane, np.ones((side, side))).round().astype(np.uint8) for plane, side in zip(planes, sides)]
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=10)
+        stream.height, stream.width = coded[0].shape
+        stream.pix_fmt, stream.options = "yuv420p", {"crf": "1"}
+        stream.codec_context.colorspace, stream.codec_context.color_range = number, 1 + is_full_range
+        for k in range(4):
+            frame = av.VideoFrame.from_ndarray(np.concatenate([p.ravel() for p in coded]).reshape(-1, 128), "yuv420p")
+            frame.colorspace, frame.color_range = number, 1 + is_full_range
+            frame.pts, frame.time_base = k, Fraction(1, 10)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    with av.open(str(path)) as container:
+        context = container.streams.video[0].codec_context
+        assert (context.colorspace, context.color_range) == (number, 1 + is_full_range)
+    return colours
+
+
 class Pipe:
     """Can be written to and not sought in, like the socket of a live broadcast: no length comes into the header."""
 
@@ -128,6 +165,12 @@ def frames_of(path, only=None):
                 frames[number] = frame.to_ndarray(format="rgb24")
     assert times == sorted(times)
     return np.array(times), frames
+
+
+def frames_at(video, times):
+    """Return the frames (T, Y, X, 3) that an open video shows at some times, in the order of the times."""
+    frames = dict(video.frames(times))
+    return np.stack([frames[place] for place in range(len(times))])
 
 
 def header_length(path):

@@ -6,6 +6,7 @@ import pickle
 import random
 import threading
 import time
+import tracemalloc
 
 import numpy as np
 import psutil
@@ -30,7 +31,10 @@ from tests.videos import (
 )
 from vit_tp.config import BatchPlan, DataConfig
 from vit_tp.data.clips import ClipPipeline, require_clips
+from vit_tp.data.deadline import DecodeTimeout
+from vit_tp.data.decode import open_video
 from vit_tp.data.faults import load_or_replace
+from vit_tp.data.frames import dense_times
 from vit_tp.data.loader import Loading, eval_batches, train_batches
 from vit_tp.data.order import SampleKey
 from vit_tp.data.sampling import sample_randomness
@@ -136,6 +140,40 @@ def test_each_frame_of_a_still_video_is_timms_transform_of_it(still, knobs):
     assert not any(torch.equal(a, b) for a, b in zip(seen, seen[1:]))
 
 
+def frames_one_by_one(path, form, key, sampling, **knobs):
+    """The same clip from frames that are decoded and held at once, each of them given to timm's transform."""
+    data = DataConfig(sampling=sampling, **knobs)
+    with sample_randomness(form.seed, key):
+        drawn = random.Random(random.getrandbits(64))
+    [times, frames] = frames_of(path)
+    with open_video(path, "pyav") as video:
+        span = video.span
+    if sampling == "segments":
+        length = (span.end_s - span.start_s) / form.num_frames
+        wanted = [span.start_s + (part + drawn.random()) * length for part in range(form.num_frames)]
+    else:
+        wanted = dense_times(span, form.num_frames, data.frame_stride, drawn.random())
+    knobs = {"interpolation": "bicubic", "color_jitter": None, **knobs}
+    transform = create_transform((3, *form.img_size), is_training=True, use_prefetcher=True, scale=(0.08, 1.0), **knobs)
+    clip = []
+    for number in on_display(times, wanted):
+        with sample_randomness(form.seed, key):
+            clip.append(transform(Image.fromarray(frames[number])))
+    return torch.stack(clip, 1)
+
+
+@needs_real_clips
+@pytest.mark.parametrize("sampling", ["segments", "dense"])
+@pytest.mark.parametrize("knobs", [{}, STRONG])
+def test_a_real_clip_in_training_is_timms_transform_of_its_frames(sampling, knobs):
+    """Frames are augmented one by one between two steps of decoding: that changes no draw and no pixel."""
+    pipeline = ClipPipeline(DataConfig(decoder="pyav", sampling=sampling, **knobs), training())
+    for index in range(2):
+        key = SampleKey(1, index)
+        expected = frames_one_by_one(REAL_CLIPS[0], training(), key, sampling, **knobs)
+        assert torch.equal(pipeline.load(REAL_CLIPS[0], key), expected)
+
+
 @pytest.mark.parametrize("policy", ["rand-m10-n4-inc1", "rand-m9-n4-mstdinf-inc0", "augmix-m10", "originalr", "3a"])
 def test_no_policy_makes_a_video_unreadable(still, policy):
     """Pillow 13 raises where timm posterizes to 0 bits, which was black before."""
@@ -193,7 +231,10 @@ def test_loaders_give_the_frames_of_the_rule(uneven, num_workers, decoder):
     clips = torch.cat([batch.images for batch in batches])
     for path, clip in zip(uneven, clips, strict=True):
         times, _ = frames_of(path)
-        wanted = [times[0] + (part + 0.5) / 6 * header_length(path) for part in range(6)]
+        length = header_length(path)
+        if times[0] + length < times[-1]:  # it leaves out frames
+            length = (times[-1] - times[0]) * len(times) / (len(times) - 1)
+        wanted = [times[0] + (part + 0.5) / 6 * length for part in range(6)]
         assert numbers_of(images(clip)) == on_display(times, wanted)
 
 
@@ -294,6 +335,19 @@ def test_workers_read_what_one_process_reads_for_200_batches(uneven, decoder):
     assert checksums(2) == expected
 
 
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_a_clip_needs_the_memory_of_a_few_frames(tmp_path, decoder):
+    """24 frames of 1600 x 1200 are 138 MB at once; the tracer of Python sees what numpy and PIL's copies take."""
+    path = write_video(tmp_path / "large.mp4", range(0, 24 * 40, 40), levels=[100] * 24, size=(1600, 1200), gop=6)
+    for form, views in ((training((16, 16), 24), 1), (evaluation((16, 16), 8), 3)):
+        pipeline = ClipPipeline(DataConfig(decoder=decoder, eval_clips=views, timeout_s=60.0), form)
+        tracemalloc.start()
+        pipeline.load(path, SampleKey(0, 0))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 8 * 1600 * 1200 * 3, peak
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_memory_does_not_grow_with_the_number_of_videos_read(uneven, tmp_path, decoder):
@@ -352,6 +406,42 @@ def test_what_cannot_be_read_is_replaced_in_training_and_left_out_in_evaluation(
         os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
         for thread in [thread for thread in threading.enumerate() if thread.name == "decode"]:
             thread.join(10)
+
+
+class SlowBytes(io.BytesIO):
+    """A file that takes its time for each piece that is asked for."""
+
+    def __init__(self, data, seconds):
+        super().__init__(data)
+        self.seconds, self.taken = seconds, 0.0
+
+    def read(self, size=-1):
+        time.sleep(self.seconds)
+        self.taken += self.seconds
+        return super().read(size)
+
+
+def slow_video(folder, seconds):
+    video = {"levels": [90] * 100, "ticks_per_s": 25, "codec": "rawvideo", "size": (160, 120)}
+    return SlowBytes(write_video(folder / "a.avi", range(100), **video).read_bytes(), seconds)
+
+
+def test_each_clip_of_an_evaluation_has_a_deadline_of_its_own(tmp_path):
+    slow, pipeline = slow_video(tmp_path, 0.01), ClipPipeline(DataConfig(decoder="pyav", eval_clips=8), evaluation())
+    pipeline.data.timeout_s = None
+    expected = pipeline.load(slow, SampleKey(0, 0))
+    pipeline.data.timeout_s = slow.taken / 3  # too little for one deadline, enough for eight
+    assert torch.equal(pipeline.load(slow, SampleKey(0, 0)), expected)
+    pipeline.data.timeout_s = slow.taken / 40
+    with pytest.raises(DecodeTimeout, match=r"decoding took longer than data\.timeout_s="):
+        pipeline.load(slow, SampleKey(0, 0))
+
+
+def test_transforms_have_no_deadline(tmp_path):
+    pipeline = ClipPipeline(DataConfig(decoder="pyav", timeout_s=1.0), evaluation())
+    transform = pipeline._transform((32, 40))
+    pipeline._transforms[32, 40] = lambda image: time.sleep(0.2) or transform(image)  # six frames
+    assert pipeline.load(slow_video(tmp_path, 0.0), SampleKey(0, 0)).shape == (3, 6, 32, 40)
 
 
 def test_a_video_with_fewer_frames_than_the_clip_shows_some_of_them_again(tmp_path):

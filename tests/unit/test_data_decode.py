@@ -8,22 +8,29 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from tests.videos import (
     DECODERS,
+    LUMA_WEIGHTS,
     REAL_CLIPS,
+    frames_at,
     frames_of,
+    header_length,
     needs_real_clips,
     numbers_of,
     on_display,
     turned,
     uneven_times,
+    write_colours,
     write_sound,
     write_video,
     write_without_duration,
 )
 from vit_tp.data.decode import PYAV, TORCHCODEC, choose_decoder, decoder_version, open_video, torchcodec_problem
 from vit_tp.data.decode_pyav import PyAVReader
+from vit_tp.data.decode_torchcodec import explained
+from vit_tp.data.frames import dense_times
 from vit_tp.errors import ConfigError, DataError
 
 av = pytest.importorskip("av", reason="PyAV is not installed")
@@ -72,14 +79,40 @@ def test_the_frame_on_display_is_the_last_one_that_has_come(files, name, decoder
     wanted = wanted_times(times)
     before = open_files()
     with open_video(files[name], decoder) as video:
-        assert numbers_of(video.frames_at(wanted)) == on_display(times, wanted)
-        assert video.size == (48, 64) and video.span.start_s == pytest.approx(times[0])
+        assert numbers_of(frames_at(video, wanted)) == on_display(times, wanted)
+        assert video.span.start_s == pytest.approx(times[0])
         assert times[-1] <= video.span.end_s < times[-1] + 0.2
-        assert video.span.rate == pytest.approx(len(times) / (video.span.end_s - video.span.start_s))
+        assert video.span.rate == pytest.approx((len(times) - 1) / (times[-1] - times[0]), rel=0.03)
     for time in wanted[::7]:  # each from a file just opened: what a seek finds does not depend on what came before
         with open_video(files[name], decoder) as video:
-            assert numbers_of(video.frames_at([time])) == on_display(times, [time])
+            assert numbers_of(frames_at(video, [time])) == on_display(times, [time])
     assert open_files() == before
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize(("name", "codec"), [("a.flv", "flv"), ("a.wmv", "wmv2"), ("a.ts", "libx264")])
+def test_a_dense_clip_shows_every_frame_once_where_packets_have_no_duration(tmp_path, name, codec, decoder):
+    if decoder == TORCHCODEC and name == "a.ts":
+        pytest.skip("torchcodec does not seek in this container: it says so, and the file is replaced")
+    path = write_video(
+        tmp_path / name, range(40), ticks_per_s=25, codec=codec, b_frames=2 * (codec == "libx264"), gop=12
+    )
+    with open_video(path, decoder) as video:
+        times = dense_times(video.span, 40, 1, 0.0)
+        assert numbers_of(frames_at(video, times)) == list(range(40))
+        assert video.span.rate == pytest.approx(25) and video.span.end_s - video.span.start_s == pytest.approx(1.6)
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_a_header_that_ends_before_the_last_frame_is_not_believed(tmp_path, decoder):
+    """FFmpeg's muxer takes a track's length from the times of decoding, of which the last gap is not one."""
+    times = uneven_times()[:10]
+    path = write_video(tmp_path / "a.mp4", [*times, times[-1] + 10000], gop=4)
+    assert header_length(path) < 1
+    with open_video(path, decoder) as video:
+        last = (times[-1] + 10000) / 1000
+        assert video.span == pytest.approx((times[0] / 1000, last + (last - times[0] / 1000) / 10, 10 / (last - 0.778)))
+        assert numbers_of(frames_at(video, [last + 0.1, 5.0, times[3] / 1000])) == [10, 9, 3]
 
 
 @needs_real_clips
@@ -89,7 +122,7 @@ def test_real_clips_decode_to_what_a_whole_pass_gives(path, decoder):
     times, _ = frames_of(path, only=())
     wanted = np.random.default_rng(1).uniform(times[0] - 0.1, times[-1] + 0.2, 12).tolist()
     with open_video(path, decoder) as video:
-        found = video.frames_at(wanted)
+        found = frames_at(video, wanted)
         assert video.span.start_s == times[0] and len(times) / video.span.rate == pytest.approx(
             video.span.end_s - video.span.start_s
         )
@@ -106,7 +139,7 @@ def test_bytes_read_like_the_file_they_came_from(files, decoder):
     data = io.BytesIO(files["plain.mp4"].read_bytes())
     data.seek(100)  # wherever somebody left it
     with open_video(data, decoder) as from_bytes, open_video(files["plain.mp4"], decoder) as from_file:
-        assert np.array_equal(from_bytes.frames_at([1.0, 2.0]), from_file.frames_at([1.0, 2.0]))
+        assert np.array_equal(frames_at(from_bytes, [1.0, 2.0]), frames_at(from_file, [1.0, 2.0]))
     assert not data.closed
 
 
@@ -118,12 +151,22 @@ def test_a_video_that_was_taken_sideways_is_upright(tmp_path, quarters, decoder)
     shutil.copy(REAL_CLIPS[1], sideways)
     _, frames = frames_of(sideways, only=[0])
     with open_video(turned(sideways, quarters), decoder) as video:
-        found = video.frames_at([video.span.start_s])[0]
-        assert video.size == found.shape[:2]
+        found = frames_at(video, [video.span.start_s])[0]
     expected = np.rot90(frames[0], -quarters)
     assert found.shape == expected.shape
     # torchcodec turns before it converts to RGB, so colours are interpolated elsewhere
     assert np.abs(found.astype(int) - expected.astype(int)).mean() <= (0 if decoder == PYAV else 1.0)
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("is_full_range", [False, True])
+@pytest.mark.parametrize("matrix", LUMA_WEIGHTS)
+def test_colours_are_those_that_the_file_says(tmp_path, matrix, is_full_range, decoder):
+    """The other matrix would be wrong by up to 30 levels, the other range by up to 20."""
+    colours = write_colours(tmp_path / "colours.mp4", matrix, is_full_range)
+    with open_video(tmp_path / "colours.mp4", decoder) as video:
+        [frame] = frames_at(video, [0.25])
+    assert np.abs(frame[8::16, 8::16].astype(int) - colours).max() <= 4
 
 
 def test_no_more_is_decoded_than_the_way_from_the_keyframe_before(tmp_path):
@@ -153,15 +196,15 @@ def test_a_size_that_changes_on_the_way_stays_that_of_the_first_frame(tmp_path, 
     (tmp_path / "joined.ts").write_bytes(b"".join(part.getvalue() for part in parts))
     with open_video(tmp_path / "joined.ts", decoder) as video:
         middle = video.span.start_s + 0.42
-        assert video.frames_at([video.span.start_s, middle + 0.2]).shape == (2, 48, 64, 3)
-        assert numbers_of(video.frames_at([middle + 0.2])) == [5]
+        assert frames_at(video, [video.span.start_s, middle + 0.2]).shape == (2, 48, 64, 3)
+        assert numbers_of(frames_at(video, [middle + 0.2])) == [5]
 
 
 def test_a_name_with_a_colon_is_no_protocol(tmp_path):
     path = write_video(tmp_path / "12:30:00.mp4", [0, 40])
     os.chdir(tmp_path)
     with open_video(path.name, PYAV) as video:
-        assert numbers_of(video.frames_at([0.05])) == [1]
+        assert numbers_of(frames_at(video, [0.05])) == [1]
 
 
 # broken files
@@ -199,7 +242,7 @@ def test_a_broken_file_is_refused_in_one_line_and_closed(files, tmp_path, kind, 
             pytest.raises(DataError, match=f"^not a video that can be read: .*({reason})") as caught,
             open_video(file, decoder) as video,
         ):
-            video.frames_at([video.span.start_s, video.span.end_s - 0.05])
+            frames_at(video, [video.span.start_s, video.span.end_s - 0.05])
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
     del caught
     assert open_files() == before
@@ -222,12 +265,12 @@ def test_frames_that_the_header_promises_and_the_file_lacks(tmp_path):
     data = path.read_bytes()
     (tmp_path / "cut.avi").write_bytes(cut(data, 0.5))
     with open_video(path, PYAV) as video:
-        video.frames_at([video.span.end_s - 0.1])
+        frames_at(video, [video.span.end_s - 0.1])
     with (
         pytest.raises(DataError, match=r"frames end at .* though its header says .*: it has been cut off"),
         open_video(tmp_path / "cut.avi", PYAV) as video,
     ):
-        video.frames_at([0.1, video.span.end_s - 0.1])
+        frames_at(video, [0.1, video.span.end_s - 0.1])
 
 
 def test_decoding_has_an_end_where_a_header_is_wrong(tmp_path):
@@ -244,6 +287,13 @@ def test_looking_for_the_length_has_an_end(files, monkeypatch):
     refused = pytest.raises(DataError, match="gives no length, and 30 packets are not all of it")
     with refused, open_video(files["no_duration.mkv"], PYAV):
         pass
+
+
+def test_a_device_without_memory_is_no_broken_file():
+    with pytest.raises(torch.OutOfMemoryError), explained():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(DataError, match="not a video that can be read: Could not"), explained():
+        raise RuntimeError("decoder.cpp:12, Could not push packet")
 
 
 # which decoder

@@ -106,6 +106,13 @@ def test_classes_are_numbered_as_timm_does(folder):
     assert [ours.load(SampleKey(0, i)).label for i in range(len(ours))] == [theirs[i][1] for i in range(len(theirs))]
 
 
+def test_a_folder_holds_no_object_for_each_image(folder):
+    """Workers are forks, and counting references to an object copies the page that it lies in."""
+    source = build_source(folder_config(folder), TRAIN)
+    held = [value for value in vars(source).values() if isinstance(value, list | tuple | dict)]
+    assert len(source) == 12 and all(len(value) < 12 for value in held)
+
+
 def test_a_validation_split_with_fewer_classes_keeps_the_numbers_of_training(folder):
     for path in (folder / "val" / "1").iterdir():
         path.unlink()

@@ -7,9 +7,11 @@ import pickle
 import random
 import tarfile
 import threading
+import time
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import webdataset as wds
@@ -20,8 +22,8 @@ from vit_tp.data.loader import IGNORE, Loading, eval_batches, train_batches
 from vit_tp.data.order import SampleKey
 from vit_tp.data.sampling import sample_randomness
 from vit_tp.data.spec import Form, StreamSource, Unreadable
-from vit_tp.data.tars import IMAGES, VIDEOS, Tars, describe_video_tars
-from vit_tp.errors import DataError
+from vit_tp.data.tars import IMAGES, VIDEOS, Tars, describe_image_tars, describe_video_tars
+from vit_tp.errors import ConfigError, DataError
 
 SIZES = (7, 12, 1, 9, 11)  # 40 samples
 SEED = 3
@@ -207,6 +209,70 @@ def test_a_connection_that_breaks_is_opened_again_where_it_broke(folder, tmp_pat
     assert len((tmp_path / "train-1.tar.count").read_text()) == 6
 
 
+def test_a_server_that_stops_sending_is_asked_again(folder):
+    """The first two connections bring 14,000 and 30,000 bytes and then nothing more: a sample has 6,144."""
+    whole, brings, release = (folder / "train-1.tar").read_bytes(), iter((14_000, 30_000)), threading.Event()
+
+    class Stalling(SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+        def do_GET(self):
+            if not self.path.endswith("train-1.tar"):
+                return super().do_GET()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(whole)))
+            self.end_headers()
+            sent = next(brings, len(whole))
+            self.wfile.write(whole[:sent])
+            self.wfile.flush()
+            if sent < len(whole):
+                release.wait(60)
+
+    (folder / "sizes.json").write_text(json.dumps({"train-1.tar": 12}))
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Stalling, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            root = f"http://127.0.0.1:{server.server_port}/"
+            source = tars(root, train_shards="train-1.tar", num_classes=40, timeout_s=2.0)
+            begun = time.monotonic()
+            assert [raw.label for raw in source.fetch(0, 0, 12)] == list(range(7, 19))
+            assert 4 <= time.monotonic() - begun < 20
+        finally:
+            release.set()
+            server.shutdown()
+            thread.join()
+
+
+def test_a_program_that_stops_sending_is_ended_with_its_children(folder):
+    (folder / "sizes.json").write_text(json.dumps({"train-1.tar": 12}))
+    root = f"pipe:case {{}} in *.json) cat {folder}/{{}};; *) head -c 20000 {folder}/{{}}; sleep 600; echo;; esac"
+    source = tars(root, train_shards="train-1.tar", num_classes=40, timeout_s=2.0)
+    begun = time.monotonic()
+    raws = list(source.fetch(0, 1, 12))
+    assert [raw.label for raw in raws[:2]] == [8, 9] and len(raws) == 11
+    assert {raw.reason for raw in raws[2:]} == {"the shard breaks off (nothing came for data.timeout_s=2)"}
+    assert 4 <= time.monotonic() - begun < 20
+    while psutil.Process().children(recursive=True) and time.monotonic() - begun < 20:
+        time.sleep(0.05)
+    assert not psutil.Process().children(recursive=True)
+    reading = source.fetch(0, 0, 12)  # left early, while the program has nothing to send
+    assert next(reading).label == 7
+    reading.close()
+    assert time.monotonic() - begun < 40
+
+
+def test_passing_over_samples_may_take_longer_than_the_deadline(folder):
+    """They come slowly but surely, and the first that is wanted only after twice as long."""
+    (folder / "sizes.json").write_text(json.dumps({"train-1.tar": 12}))
+    part = f"tail -c +$((part*6144+1)) {folder}/{{}} | head -c 6144"
+    slowly = f"for part in 0 1 2 3 4 5 6 7 8 9 10 11; do sleep 0.4; {part}; done"
+    root = f"pipe:case {{}} in *.json) cat {folder}/{{}};; *) {slowly};; esac"
+    source = tars(root, train_shards="train-1.tar", num_classes=40, timeout_s=2.0)
+    assert [raw.label for raw in source.fetch(0, 11, 12)] == [18]
+
+
 # what cannot be read
 
 
@@ -344,6 +410,21 @@ def test_videos_are_members_of_another_kind(tmp_path):
     film, missing = Tars(data, form, SmallImages(form), VIDEOS).fetch(0, 0, 2)
     assert film.payload == b"film" and film.name == "train-0.tar:0.mp4"
     assert missing.reason == "train-0.tar:1 has no video (it has cls, jpg)"
+
+
+def test_what_the_pixel_pipelines_refuse_is_refused_before_shards_are_read(tmp_path):
+    for name in ("train-0.tar", "val-0.tar"):
+        (tmp_path / name).write_bytes(b"not read")
+    with pytest.raises(ConfigError, match=r"data\.auto_augment=rnad-m9.*Use for example"):
+        describe_image_tars(config(tmp_path, auto_augment="rnad-m9"))
+    with pytest.raises(ConfigError, match=r"data\.reduced_decode=sometimes"):
+        describe_image_tars(config(tmp_path, reduced_decode="sometimes"))
+    knobs = {"decoder": "pyav", "decoder_device": "cuda", "num_workers": 2, "auto_augment": "rnad-m9"}
+    with pytest.raises(ConfigError) as caught:
+        describe_video_tars(config(tmp_path, source="video_tars", **knobs))
+    workers, device, policy = caught.value.complaints
+    assert "data.num_workers=2 cannot work" in workers and "data.decoder=pyav does not decode" in device
+    assert "data.auto_augment=rnad-m9" in policy
 
 
 def test_reading_leaves_the_global_generators_alone(folder):

@@ -1,7 +1,7 @@
 """What becomes of the frames of a clip?
 
-In training timm's own transforms, for every frame alike: the same crop, flip, colours and policy, whatever the frame
-shows. In evaluation timm's resize and centre crop, or three crops along the longer side. Frames stay uint8.
+In training timm's own transforms. In evaluation timm's resize and centre crop, or three crops along the longer side.
+Frames stay uint8.
 
 Does not know: files, moments, normalising and erasing (train/prepare.py).
 """
@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import torch
 from PIL import Image
 from timm.data.transforms import str_to_interp_mode
@@ -20,8 +19,6 @@ from torch import Tensor
 from torchvision.transforms import functional as TF
 
 from vit_tp.config import DataConfig
-from vit_tp.data.order import SampleKey
-from vit_tp.data.sampling import sample_randomness
 from vit_tp.data.spec import Size
 from vit_tp.data.transforms import apply, build_transform
 
@@ -44,25 +41,6 @@ def build_frame_transform(data: DataConfig, is_training: bool, size: Size) -> Fr
         # timm's "random" picks bilinear or bicubic for each clip in training; an evaluation needs one of them.
         return ThreeCrops(size, "bicubic" if data.interpolation == "random" else data.interpolation)
     return partial(apply, build_transform(data, is_training, size))
-
-
-def augment_clip(transform: FrameTransform, frames: np.ndarray, seed: int, key: SampleKey) -> Tensor:
-    """Apply a random transform to all frames alike: each begins the same stream of random numbers anew.
-
-    Args:
-        transform: Of one frame.
-        frames: (T, Y, X, 3) uint8.
-        seed: run.seed.
-        key: The sample.
-
-    Returns:
-        Clip (3, T, Y, X) uint8.
-    """
-    clip = []
-    for frame in frames:
-        with sample_randomness(seed, key):
-            clip.append(transform(Image.fromarray(frame)))
-    return torch.stack(clip, dim=1)
 
 
 class ThreeCrops:

@@ -1,9 +1,12 @@
 """How does a video become a clip?
 
-    places drawn  ->  file opened, moments, frames decoded (within the deadline)  ->  frames augmented alike
+    places    drawn                                     under the sample's randomness
+    open      header: span, and so the moments          under the deadline
+    decode    one frame                                 under the deadline
+    transform that frame, in training as all others     under the sample's randomness, begun anew for each
 
-Nothing random happens within the deadline: a decoder that was given up may come back at any time. In evaluation the
-frames are made small as they are decoded, so that many views of a large video need little memory.
+Nothing random happens within the deadline: a decoder that was given up may come back at any time. Frames are made small
+one by one as they are decoded, so that long clips and many views of a large video need little memory.
 
 Does not know: where videos come from, classes, batches.
 """
@@ -12,6 +15,9 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import nullcontext
+from itertools import chain
 from typing import BinaryIO
 
 import numpy as np
@@ -20,8 +26,8 @@ from PIL import Image
 from torch import Tensor
 
 from vit_tp.config import DataConfig
-from vit_tp.data.clip_transforms import FrameTransform, augment_clip, build_frame_transform
-from vit_tp.data.deadline import within
+from vit_tp.data.clip_transforms import FrameTransform, build_frame_transform
+from vit_tp.data.deadline import each_within
 from vit_tp.data.decode import choose_decoder, open_video
 from vit_tp.data.frames import Places, clip_times, drawn_places, eval_places
 from vit_tp.data.order import SampleKey
@@ -101,39 +107,37 @@ class ClipPipeline:
 
         Raises:
             DataError: It is no video, or cannot be decoded.
-            DecodeTimeout: It took longer than data.timeout_s.
+            DecodeTimeout: Decoding took longer than data.timeout_s for a frame, or for each clip on average.
         """
         transform = self._transform(self.form.size_at(key.epoch))
-        if not self.form.is_training:
-            return within(self.data.timeout_s, lambda: self._views(file, transform))
-        with sample_randomness(self.form.seed, key):
-            # A stream of its own: the transform begins the outer one anew.
-            places = drawn_places(self.data, self.num_frames, random.Random(random.getrandbits(64)).random)
-        frames = within(self.data.timeout_s, lambda: self._frames(file, places))
-        return augment_clip(transform, frames, self.form.seed, key)
-
-    def _frames(self, file: str | os.PathLike | BinaryIO, places: Places) -> np.ndarray:
-        """Return the frames (T, Y, X, 3) of one clip."""
-        with open_video(file, self.decoder, self.data.decoder_device) as video:
-            return video.frames_at(clip_times(self.data, video.span, self.num_frames, places))
-
-    def _views(self, file: str | os.PathLike | BinaryIO, transform: FrameTransform) -> Tensor:
-        """Return the views of an evaluation. Nothing here is random."""
-        clips, crops = self.data.eval_clips, self.data.eval_crops
+        clips: list[Places] = eval_places(self.data, self.num_frames)
+        if self.form.is_training:
+            with sample_randomness(self.form.seed, key):
+                # A stream of its own: the transform begins the outer one anew.
+                clips = [drawn_places(self.data, self.num_frames, random.Random(random.getrandbits(64)).random)]
         views: Tensor | None = None
-        with open_video(file, self.decoder, self.data.decoder_device) as video:
-            all_places = eval_places(self.data, self.num_frames)
-            times = [
-                time for places in all_places for time in clip_times(self.data, video.span, self.num_frames, places)
-            ]
-            for place, frame in video.frames(times):
-                pixels = transform(Image.fromarray(frame))
-                if views is None:
-                    views = torch.empty(clips, crops, 3, self.num_frames, *pixels.shape[-2:], dtype=torch.uint8)
-                clip, index = divmod(place, self.num_frames)
-                views[clip, :, :, index] = pixels  # (3, Y, X), or (crops, 3, Y, X)
+        for place, frame in self._frames(file, clips):
+            # All frames of a clip see the same random numbers, whatever they show.
+            with sample_randomness(self.form.seed, key) if self.form.is_training else nullcontext():
+                pixels = transform(Image.fromarray(frame))  # (3, Y, X), or (crops, 3, Y, X)
+            if views is None:
+                crops = self.views // len(clips)
+                views = torch.empty(len(clips), crops, 3, self.num_frames, *pixels.shape[-2:], dtype=torch.uint8)
+            clip, index = divmod(place, self.num_frames)
+            views[clip, :, :, index] = pixels
         assert views is not None
         return views.flatten(0, 1) if self.views > 1 else views[0, 0]
+
+    def _frames(self, file: str | os.PathLike | BinaryIO, clips: Sequence[Places]) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield each frame (Y, X, 3) of some clips and its place, clip * T + index, in the order of their times."""
+
+        def decoded() -> Generator[tuple[int, np.ndarray], None, None]:
+            with open_video(file, self.decoder, self.data.decoder_device) as video:
+                times = [clip_times(self.data, video.span, self.num_frames, places) for places in clips]
+                yield from video.frames(list(chain.from_iterable(times)))
+
+        limit = self.data.timeout_s
+        return each_within(limit, decoded(), None if limit is None else limit * len(clips))
 
     def _transform(self, size: Size) -> FrameTransform:
         if size not in self._transforms:

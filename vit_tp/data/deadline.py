@@ -11,7 +11,8 @@ Does not know: what is decoded.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator, Iterator
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
@@ -47,6 +48,40 @@ def within(seconds: float | None, decode: Callable[[], T]) -> T:
     if not is_done:
         raise value
     return value
+
+
+def each_within(seconds: float | None, steps: Generator[T, None, None], most_s: float | None = None) -> Iterator[T]:
+    """Yield what a generator yields, while each of its steps comes in time.
+
+    Its steps are taken where `within` decodes; between them the caller may do what it likes, also draw. It is closed
+    by whoever leaves it early, unless it is late: then it is left to the thread that it keeps.
+
+    Args:
+        seconds: How long a step may take; None to wait for ever, in this thread.
+        steps: Without side effects; it opens and closes what it reads.
+        most_s: How long all steps together may take; None: as long as they like.
+
+    Raises:
+        DecodeTimeout: A step, or all of them, took longer.
+    """
+    taken, end, is_between = 0.0, object(), False
+    try:
+        while True:
+            left = seconds if seconds is None or most_s is None else min(seconds, max(most_s - taken, 0.0))
+            begun = time.monotonic()
+            try:
+                step = within(left, lambda: next(steps, end))
+            except DecodeTimeout:
+                raise DecodeTimeout(f"decoding took longer than data.timeout_s={seconds:g}") from None
+            taken += time.monotonic() - begun
+            if step is end:
+                return
+            is_between = True
+            yield step
+            is_between = False
+    finally:
+        if is_between:
+            steps.close()
 
 
 class _Helper:

@@ -57,12 +57,6 @@ class Video:
         self._reader = reader
         self.span = reader.span
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """Height and width (Y, X) of a frame as it is displayed, in pixels. Decodes the first frame."""
-        [frame] = self._reader.shown([self.span.start_s])
-        return frame.shape[:2]
-
     def frames(self, times: Sequence[float]) -> Iterator[tuple[int, np.ndarray]]:
         """Yield each time's place in `times` and the frame (Y, X, 3) uint8 that is on display then, earliest first.
 
@@ -75,23 +69,6 @@ class Video:
         order = sorted(range(len(times)), key=times.__getitem__)
         shown = self._reader.shown([times[place] + ROUNDING_S for place in order]) if order else ()
         yield from zip(order, shown, strict=True)
-
-    def frames_at(self, times: Sequence[float]) -> np.ndarray:
-        """Return the frames (T, Y, X, 3) uint8 that are on display at some times.
-
-        Args:
-            times: In seconds, in any order, T of them, at least one.
-
-        Raises:
-            DataError: The file cannot be decoded up to there.
-        """
-        result = None
-        for place, frame in self.frames(times):
-            if result is None:
-                result = np.empty((len(times), *frame.shape), np.uint8)
-            result[place] = frame
-        assert result is not None, "no times"
-        return result
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from vit_tp.data.decode import refuse
-from vit_tp.data.frames import Span
+from vit_tp.data.frames import Span, goes_on_after, span_of_frames
 
 # Some files end up behind the moment that they are asked to seek to; then so many seconds earlier.
 _EARLIER_S = (0.0, 1.0, 5.0)
@@ -27,6 +27,8 @@ _MOST_PACKETS = 2**21
 _SLACK_FRAMES = 256
 # A header may promise a little more than there is; what is missing beyond that has been cut off.
 _SLACK_S = 0.5
+# Packets at the end of a file of which one is displayed last: no codec moves a frame past more than 16 others.
+_LAST_PACKETS = 18
 
 
 class _Moment(NamedTuple):
@@ -85,19 +87,50 @@ class PyAVReader:
         stream = self._stream
         if stream.start_time is not None and stream.duration and stream.frames:
             start, length = (float(ticks * stream.time_base) for ticks in (stream.start_time, stream.duration))
-            self._has_promised = True
-            entries = stream.index_entries
-            # What an editor has cut off at the front is still counted.
-            count = sum(not entry.is_discard for entry in entries) if _is_trimmed(entries) else stream.frames
-            return Span(start, start + length, count / length), stream.frames
+            span = Span(start, start + length, self._count(start + length) / length)
+            if not goes_on_after(span, self._last_time()):
+                self._has_promised = True
+                return span, stream.frames
+            self._open()
         self._has_promised = False
-        start, end, count, self._keyframes = math.inf, -math.inf, 0, []
-        for packet in self._container.demux(stream):
+        return self._scan()
+
+    def _count(self, end_s: float) -> int:
+        """Return how many frames are displayed until the header's end."""
+        stream, entries = self._stream, self._stream.index_entries
+        if not len(entries):
+            return stream.frames
+        first, last = entries[0], entries[len(entries) - 1]
+        is_whole = float(last.timestamp * stream.time_base) + _SLACK_S > end_s  # that of an AVI comes at its end
+        # What an editor has cut off at the front is counted in the header, and so are gaps in an AVI.
+        if first.is_discard or last.is_discard or (is_whole and len(entries) != stream.frames):
+            return max(1, sum(not entry.is_discard for entry in entries))
+        return stream.frames
+
+    def _last_time(self) -> float:
+        """Return the time of the last frame; minus infinity where its packet cannot be looked at alone."""
+        stream, last = self._stream, -math.inf
+        if not len(entries := stream.index_entries):
+            return last
+        self._is_at_start = False
+        try:
+            begin = entries[max(0, len(entries) - _LAST_PACKETS)].timestamp
+            self._container.seek(begin, stream=stream, any_frame=True)
+            for packet in self._container.demux(stream):
+                if (ticks := _ticks(packet)) is not None and not packet.is_discard:
+                    last = max(last, float(ticks * stream.time_base))
+        except self._av.error.FFmpegError:  # it is not there: see _refuse_a_stump
+            pass
+        return last
+
+    def _scan(self) -> tuple[Span, int]:
+        """Return the same as _measure, from all packets of the file."""
+        first, last, count, self._keyframes = math.inf, -math.inf, 0, []
+        for packet in self._container.demux(self._stream):
             if (ticks := _ticks(packet)) is None or packet.is_discard:
                 continue
-            seconds = float(ticks * stream.time_base)
-            start, end = min(start, seconds), max(end, float((ticks + (packet.duration or 0)) * stream.time_base))
-            count += 1
+            seconds = float(ticks * self._stream.time_base)
+            first, last, count = min(first, seconds), max(last, seconds), count + 1
             if packet.is_keyframe:
                 self._keyframes.append(seconds)
             if count > _MOST_PACKETS:
@@ -106,7 +139,7 @@ class PyAVReader:
             raise refuse("its video stream holds no frame with a time")
         self._keyframes.sort()
         self._open()
-        return Span(start, end, count / (end - start) if end > start else 1.0), count
+        return span_of_frames(first, last, count), count
 
     def shown(self, times: Sequence[float]) -> Iterator[np.ndarray]:
         """Yield the frame on display at each of some ascending times."""
@@ -216,11 +249,6 @@ class PyAVReader:
 def _ticks(packet_or_frame: Any) -> int | None:
     """Return when it is displayed, in units of its stream's time base, or when it is decoded where that is not said."""
     return packet_or_frame.dts if packet_or_frame.pts is None else packet_or_frame.pts
-
-
-def _is_trimmed(entries: Any) -> bool:
-    """Say whether an index begins or ends with frames that are not to be displayed."""
-    return len(entries) > 0 and (entries[0].is_discard or entries[len(entries) - 1].is_discard)
 
 
 def _is_cover(stream: Any) -> bool:

@@ -15,14 +15,14 @@ from contextlib import contextmanager
 from typing import BinaryIO
 
 import numpy as np
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 
 from vit_tp.data.decode import refuse
-from vit_tp.data.frames import Span
+from vit_tp.data.frames import Span, goes_on_after, span_of_frames
 from vit_tp.errors import DataError
 
 # Frames that are asked for at once: it returns whole arrays, and videos may be large.
-_BLOCK = 16
+_BLOCK = 4
 
 
 class TorchcodecReader:
@@ -40,21 +40,38 @@ class TorchcodecReader:
             file.seek(0)
         else:
             file = f"file:{os.fspath(file)}"  # a colon in a name is no protocol
-        with _explained():
+        with explained():
             self._decoder = VideoDecoder(
                 file, dimension_order="NHWC", num_ffmpeg_threads=1, device=device, seek_mode="exact"
             )
+            self.span = self._measure()
+
+    def _measure(self) -> Span:
+        """Return when the video is on display: by the header if that says it, otherwise by the packets."""
         known = self._decoder.metadata
         start, length = known.begin_stream_seconds_from_header, known.duration_seconds_from_header
-        if start is None or not length or not known.num_frames_from_header:
-            start, length = known.begin_stream_seconds, known.end_stream_seconds - known.begin_stream_seconds
-        # Its rate of the header is the finest that the times allow, not their mean.
-        self.span = Span(start, start + length, known.num_frames / length if length > 0 else 1.0)
+        if start is not None and length and known.num_frames_from_header:
+            # Its rate of the header is the finest that the times allow, not their mean.
+            span = Span(start, start + length, known.num_frames / length)
+            if not goes_on_after(span, known.end_stream_seconds) or not goes_on_after(span, self._last_time()):
+                return span
+        return span_of_frames(known.begin_stream_seconds, self._last_time(), known.num_frames)
+
+    def _last_time(self) -> float:
+        """Return the time of the last frame. At a constant rate it need not be decoded for that."""
+        known = self._decoder.metadata
+        begin, end, rate = known.begin_stream_seconds, known.end_stream_seconds, known.average_fps_from_header
+        missing = known.num_frames - (end - begin) * rate if rate else 0.5
+        if abs(missing) < 0.25:
+            return end - 1 / rate
+        if abs(missing - 1) < 0.25:  # its packet has no duration
+            return end
+        return self._decoder.get_frames_at([known.num_frames - 1]).pts_seconds.item()
 
     def shown(self, times: Sequence[float]) -> Iterator[np.ndarray]:
         """Yield the frame on display at each of some ascending times."""
         for first in range(0, len(times), _BLOCK):
-            with _explained():
+            with explained():
                 block = self._block(times[first : first + _BLOCK])
             yield from block
 
@@ -69,7 +86,8 @@ class TorchcodecReader:
         parts = [self._decoder.get_frames_at([0]).data.expand(num_before, -1, -1, -1)] if num_before else []
         parts += [self._played_at(inside)] if inside else []
         parts += [self._decoder.get_frames_at([last]).data.expand(num_after, -1, -1, -1)] if num_after else []
-        return np.concatenate([part.cpu().numpy() for part in parts])
+        arrays = [part.cpu().numpy() for part in parts]
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
     def _played_at(self, times: list[float]) -> Tensor:
         frames = self._decoder.get_frames_played_at(times)
@@ -87,10 +105,11 @@ class TorchcodecReader:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
+    """Say about whatever torchcodec raises that the file cannot be read."""
     try:
         yield
-    except DataError:
+    except (DataError, OutOfMemoryError):  # of the device: no fault of the file
         raise
     except (RuntimeError, ValueError, IndexError, OSError) as error:
         text = " ".join(str(error).split())

@@ -32,6 +32,30 @@ class Span(NamedTuple):
     rate: float
 
 
+def span_of_frames(first_s: float, last_s: float, count: int) -> Span:
+    """Return the span of a video whose frames are known: the last one lasts as long as the others on average.
+
+    What files say about its own length is 0 in some containers, and depends on FFmpeg's version in others.
+
+    Args:
+        first_s: Time of the first frame, in seconds.
+        last_s: Time of the last frame.
+        count: Frames.
+    """
+    rate = (count - 1) / (last_s - first_s) if last_s > first_s else 1.0
+    return Span(first_s, last_s + 1 / rate if last_s > first_s else last_s, rate)
+
+
+def goes_on_after(span: Span, last_s: float) -> bool:
+    """Say whether a header's span ends well before the last frame: some do, of a variable rate with B-frames.
+
+    Args:
+        span: What the header says.
+        last_s: Time of the last frame, in seconds.
+    """
+    return last_s > span.end_s + 0.5 / span.rate
+
+
 Places = tuple[float, ...]
 """For segments one place in each of T parts; for dense the place of the window, alone."""
 

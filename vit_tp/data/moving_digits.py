@@ -15,11 +15,14 @@ Does not know: how videos are read (video_folder.py).
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import importlib.util
 import json
 import os
 import shutil
 import tempfile
+import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -29,8 +32,10 @@ from torch.nn import functional as F
 from vit_tp.config import DataConfig
 from vit_tp.data.clips import require_clips
 from vit_tp.data.digits import load_digits
+from vit_tp.data.folders import SPLITS
 from vit_tp.data.spec import DataSpec, Form
-from vit_tp.data.video_folder import SPLITS, VideoFolder, describe_video_folder
+from vit_tp.data.video_folder import VideoFolder, describe_video_folder
+from vit_tp.data.wording import listed
 from vit_tp.errors import ConfigError, DataError
 
 DIRECTIONS = {"right": (0, 1), "left": (0, -1), "down": (1, 0), "up": (-1, 0)}
@@ -39,7 +44,7 @@ DIRECTIONS = {"right": (0, 1), "left": (0, -1), "down": (1, 0), "up": (-1, 0)}
 NUM_FRAMES, SIZE, DIGIT_SIZE, RATE = 16, 32, 16, 8
 _CONTENT = {"frames": NUM_FRAMES, "size": SIZE, "digit_size": DIGIT_SIZE, "rate": RATE, "version": 1}
 _MARK = "moving_digits.json"
-_SHOWN = 3
+_FORGOTTEN_S = 3600.0  # a draft that has not grown for so long has lost its writer
 
 
 def describe_moving_digits(data: DataConfig) -> DataSpec:
@@ -98,6 +103,7 @@ def write_moving_digits(data: DataConfig) -> Path:
     draft = None
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
+        _remove_forgotten_drafts(root)
         draft = Path(tempfile.mkdtemp(prefix=f".{root.name}-", dir=root.parent))
         _write_all(draft)
         draft.chmod(0o755)
@@ -115,6 +121,15 @@ def write_moving_digits(data: DataConfig) -> Path:
     return root
 
 
+def _remove_forgotten_drafts(root: Path) -> None:
+    """Remove what processes that were killed while they wrote have left."""
+    for draft in root.parent.glob(f".{glob.escape(root.name)}-*"):
+        with contextlib.suppress(OSError):  # another one may remove it too
+            newest = max(path.stat().st_mtime for path in (draft, *draft.glob("*/*")))
+            if draft.is_dir() and time.time() - newest > _FORGOTTEN_S:
+                shutil.rmtree(draft, ignore_errors=True)
+
+
 def _is_complete(root: Path) -> bool:
     """Say whether the videos are there.
 
@@ -130,8 +145,7 @@ def _is_complete(root: Path) -> bool:
         found = "moving digits of another version of vit_tp"
     else:
         names = sorted(os.listdir(root)) if root.is_dir() else [f"the file {root.name}"]
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        found = f"something else ({', '.join(names[:_SHOWN])}{more})"
+        found = f"something else ({listed(names)})"
     raise DataError(
         f"data.root={root} holds {found}; data.source=moving_digits writes its own videos and would mix them with "
         f"that. Use data.root=<a folder that does not exist yet>, or data.source=video_folder to read what is there."

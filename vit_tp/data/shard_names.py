@@ -13,16 +13,14 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 from vit_tp.config import DataConfig
+from vit_tp.data.wording import listed
 from vit_tp.errors import ConfigError, DataError
-
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -110,8 +108,3 @@ class Root:
                 f"which holds {held}. Use {knob}=<pattern, or range, of the shards that are there>."
             )
         return sorted(names)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the first few of many names."""
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

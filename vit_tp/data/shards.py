@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 
 from vit_tp.config import DataConfig
 from vit_tp.config.atomic import write_atomically
-from vit_tp.data.shard_names import Root, listed
+from vit_tp.data.shard_names import Root
 from vit_tp.data.tar_members import BROKEN, NoEnd, finish, group_members, opened
+from vit_tp.data.wording import listed
 from vit_tp.errors import DataError
 
 INDEX_FILE = "vit_tp_index.json"

@@ -17,7 +17,7 @@ import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import BinaryIO, NamedTuple
 
@@ -79,15 +79,31 @@ def opened(url: str) -> Iterator[BinaryIO]:
     Raises:
         OSError: There is no such file.
     """
-    from webdataset.gopen import gopen, set_options
+    from webdataset.gopen import Pipe, gopen, set_options
 
-    stream = gopen(url)
+    stream = gopen(url, bufsize=0)  # what a pipe has brought is read at once, not when the block is full
     # Else what a program sent before it failed would be lost, and to be left early would count as failing.
     set_options(stream, ignore_errors=True)
     try:
         yield stream
     finally:
+        if isinstance(stream, Pipe):
+            stream.proc.kill()  # else one that waits for its server would be waited for; after `finish` it has ended
         stream.close()
+
+
+def stop(stream: BinaryIO) -> None:
+    """End the program behind a URL, from another thread than the one that waits for it and will close the stream."""
+    import psutil  # comes with DeepSpeed
+    from webdataset.gopen import Pipe
+
+    if isinstance(stream, Pipe):
+        with suppress(psutil.NoSuchProcess):
+            program = psutil.Process(stream.proc.pid)
+            # A shell's children hold the pipe open too.
+            for process in (program, *program.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 def finish(stream: BinaryIO) -> None:

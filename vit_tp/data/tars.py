@@ -11,25 +11,30 @@ Does not know: how pixels are decoded (images.py, clips.py), which sample is rea
 from __future__ import annotations
 
 import io
+import time
 from bisect import bisect_right
-from collections.abc import Iterator
-from itertools import accumulate, islice
+from collections.abc import Generator, Iterator
+from itertools import accumulate
 from typing import BinaryIO, NamedTuple, Protocol
 
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
 from vit_tp.config import DataConfig
+from vit_tp.data.clips import ClipPipeline, require_clips
+from vit_tp.data.deadline import DecodeTimeout, each_within
 from vit_tp.data.faults import reason_of
+from vit_tp.data.folders import SPLITS
+from vit_tp.data.images import ImagePipeline
 from vit_tp.data.order import SampleKey
 from vit_tp.data.shards import LABEL, Survey, survey
 from vit_tp.data.spec import DataSpec, Form, Sample, Unreadable
-from vit_tp.data.tar_members import BROKEN, Member, NoEnd, finish, group_members, opened, require_webdataset
+from vit_tp.data.tar_members import BROKEN, Member, NoEnd, finish, group_members, opened, require_webdataset, stop
+from vit_tp.data.transforms import IN_CHANS, normalisation
 from vit_tp.errors import ConfigError, DataError
 
-IN_CHANS = 3
 IMAGES = frozenset({"jpg", "jpeg", "jpe", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "jp2", "avif"})
 VIDEOS = frozenset({"mp4", "m4v", "mov", "mkv", "webm", "avi", "mpg", "mpeg", "wmv", "flv", "ogv", "3gp", "ts"})
+_TOLD_S = 0.5  # from one sign of life to the next, while samples are passed over
 
 
 class Pipeline(Protocol):
@@ -68,11 +73,14 @@ class NamedBytes(io.BytesIO):
 
 def describe_image_tars(data: DataConfig) -> DataSpec:
     """Return the sizes of shards of images; see `_describe`."""
+    for split in SPLITS:
+        ImagePipeline(data, Form(split, 0, (32, 32)))  # timm parses its policy strings here, whatever the size
     return _describe(data, is_video=False)
 
 
 def describe_video_tars(data: DataConfig) -> DataSpec:
     """Return the sizes of shards of videos; see `_describe`."""
+    require_clips(data)
     return _describe(data, is_video=True)
 
 
@@ -91,6 +99,7 @@ class Tars:
     def __init__(self, data: DataConfig, form: Form, pipeline: Pipeline, suffixes: frozenset[str]) -> None:
         require_webdataset(data.source)
         self.form, self.views = form, pipeline.views
+        self._timeout_s = data.timeout_s
         self.num_streams, self.shuffle_window = data.num_streams, data.shuffle_window
         shards = survey(data, form.split).shards
         self.shard_sizes = tuple(shard.counted.samples for shard in shards)
@@ -105,28 +114,52 @@ class Tars:
     def fetch(self, shard: int, first: int, last: int) -> Iterator[Encoded | Unreadable]:
         """Yield what lies at places first <= place < last of a shard, in order.
 
-        What breaks off is opened again where it broke, as long as that leads on; the places after that are Unreadable.
+        What breaks off, or brings nothing for data.timeout_s, is opened again where it broke, as long as that leads
+        on; the places after that are Unreadable.
         """
         place, reason = first, ""
         while place < last:
             begun, reason = place, ""
+            streams: list[BinaryIO] = []
             try:
-                with opened(self._places[shard][1]) as stream:
-                    try:
-                        for key, members in islice(group_members(stream), place, last):
-                            sample = self._sample(f"{self._places[shard][0]}:{key}", members)
-                            place += 1
-                            yield sample
-                    except BROKEN as error:
-                        reason = f"the shard breaks off ({reason_of(error)})"
-                    if place < last:
-                        finish(stream)
-            except OSError as error:
+                for sample in each_within(self._timeout_s, self._read(shard, place, last, streams)):
+                    if sample is not None:
+                        place += 1
+                        yield sample
+            except DecodeTimeout:
+                reason = f"the shard breaks off (nothing came for data.timeout_s={self._timeout_s:g})"
+                for stream in streams:
+                    stop(stream)
+            except (*BROKEN, OSError) as error:
                 reason = f"the shard breaks off ({reason_of(error)})"
             if place == begun:
                 break
         for _ in range(place, last):
             yield Unreadable(reason or f"the shard ends before place {place}")
+
+    def _read(
+        self, shard: int, first: int, last: int, streams: list[BinaryIO]
+    ) -> Generator[Encoded | Unreadable | None, None, None]:
+        """Yield the same from one opening, and None now and then on the way there; what is open goes to `streams`."""
+        name, url = self._places[shard]
+        place, told, broken = 0, time.monotonic(), None
+        with opened(url) as stream:
+            streams.append(stream)
+            try:
+                for key, members in group_members(stream):
+                    if place >= first:
+                        yield self._sample(f"{name}:{key}", members)
+                    elif time.monotonic() - told > _TOLD_S:
+                        yield None
+                        told = time.monotonic()
+                    place += 1
+                    if place == last:
+                        return
+            except BROKEN as error:
+                broken = error
+            finish(stream)  # if the program that brings it has failed, that is the reason
+            if broken is not None:
+                raise broken
 
     def decode(self, raw: Encoded, key: SampleKey) -> Sample:
         """Return the pixels and the class of a sample."""
@@ -173,8 +206,6 @@ class ImageTars(Tars):
     """
 
     def __init__(self, data: DataConfig, form: Form) -> None:
-        from vit_tp.data.images import ImagePipeline
-
         super().__init__(data, form, ImagePipeline(data, form), IMAGES)
 
 
@@ -187,8 +218,6 @@ class VideoTars(Tars):
     """
 
     def __init__(self, data: DataConfig, form: Form) -> None:
-        from vit_tp.data.clips import ClipPipeline
-
         super().__init__(data, form, ClipPipeline(data, form), VIDEOS)
 
 
@@ -211,8 +240,7 @@ def _describe(data: DataConfig, is_video: bool) -> DataSpec:
         num_val,
         _num_classes(data, train, val),
         IN_CHANS,
-        tuple(data.mean or IMAGENET_DEFAULT_MEAN),
-        tuple(data.std or IMAGENET_DEFAULT_STD),
+        *normalisation(data),
         is_video,
         (*train.notes, *val.notes),
     )

@@ -3,9 +3,7 @@
     <data.root>/train/<class>/<video>      <data.root>/val/<class>/<video>
     <data.root>/train.csv                  <data.root>/val.csv                  a line for each video: path,label
 
-Lists come first where there are both. Classes are in timm's order, 2 before 10. What would make a class number doubtful
-(a video outside a class folder, a class folder without videos, a validation class that training lacks) is refused by
-name. Nothing is opened to find that out.
+Lists come first where there are both. No video is opened to find that out.
 
 Does not know: how a video is decoded and augmented (clips.py).
 """
@@ -13,25 +11,24 @@ Does not know: how a video is decoded and augmented (clips.py).
 from __future__ import annotations
 
 import os
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.utils.misc import natural_key
 
 from vit_tp.config import DataConfig
 from vit_tp.data.clips import ClipPipeline, require_clips
+from vit_tp.data.folders import SPLITS, class_of, layout_complaints, require_root, unknown_complaints
 from vit_tp.data.order import SampleKey
 from vit_tp.data.spec import DataSpec, Form, Sample
+from vit_tp.data.transforms import IN_CHANS, normalisation
 from vit_tp.data.video_list import VideoList, missing_files, read_list
-from vit_tp.errors import ConfigError, DataError
+from vit_tp.data.wording import listed
+from vit_tp.errors import DataError
 
-IN_CHANS = 3
 EXTENSIONS = (".3gp", ".avi", ".flv", ".m2ts", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".mts", ".ogv", ".ts")
 EXTENSIONS += (".webm", ".wmv")
-SPLITS = ("train", "val")
-_SHOWN = 5
+_READS = "train/<class>/<video> and val/<class>/<video>, or train.csv and val.csv"
 
 
 def describe_video_folder(data: DataConfig) -> DataSpec:
@@ -44,7 +41,7 @@ def describe_video_folder(data: DataConfig) -> DataSpec:
         ConfigError: data.root is not set, no decoder can be used, or timm refuses an augmentation knob.
         DataError: The folder is not laid out as the module says; every complaint, one a line.
     """
-    root = _root(data)
+    root = require_root(data, _READS)
     require_clips(data)
     lists, complaints = {}, []
     for split in SPLITS:
@@ -56,14 +53,15 @@ def describe_video_folder(data: DataConfig) -> DataSpec:
     if complaints:
         raise DataError("\n".join(complaints))
     classes = lists["train"].class_to_idx()
-    unseen = _listed(sorted(set(classes) - set(lists["train"].labels), key=natural_key))
+    unseen = listed(sorted(set(classes) - set(lists["train"].labels), key=natural_key))
+    mean, std = normalisation(data)
     return DataSpec(
         num_train=len(lists["train"]),
         num_val=len(lists["val"]),
         num_classes=len(classes),
         in_chans=IN_CHANS,
-        mean=tuple(data.mean or IMAGENET_DEFAULT_MEAN),
-        std=tuple(data.std or IMAGENET_DEFAULT_STD),
+        mean=mean,
+        std=std,
         is_video=True,
         notes=(f"no training video of {root} has label {unseen}: nothing teaches these outputs",) if unseen else (),
     )
@@ -80,7 +78,7 @@ class VideoFolder:
     in_chans = IN_CHANS
 
     def __init__(self, data: DataConfig, form: Form) -> None:
-        root = _root(data)
+        root = require_root(data, _READS)
         self.form, self._pipeline = form, ClipPipeline(data, form)
         self.views = self._pipeline.views
         videos, complaints = _find(root, form.split)
@@ -106,22 +104,6 @@ class VideoFolder:
         return os.fsdecode(self._paths[index])
 
 
-def _root(data: DataConfig) -> Path:
-    reads = "train/<class>/<video> and val/<class>/<video>, or train.csv and val.csv"
-    if not data.root:
-        raise ConfigError(
-            f"data.root is not set; data.source={data.source} reads {reads} in it. "
-            f"Use data.root=<the folder that holds train and val>."
-        )
-    root = Path(data.root).expanduser()
-    if not root.is_dir():
-        raise DataError(
-            f"data.root={data.root} is not a folder (looked at {root.absolute()}); inside it there should be {reads}. "
-            f"Use data.root=<the folder that holds train and val>."
-        )
-    return root
-
-
 def _find(root: Path, split: str) -> tuple[VideoList, list[str]]:
     """Return the videos of a split, by list or by folder, and what is wrong with them."""
     has_lists = any((root / f"{name}.csv").is_file() for name in SPLITS)
@@ -139,53 +121,15 @@ def _find(root: Path, split: str) -> tuple[VideoList, list[str]]:
 
 def _walk(folder: Path) -> tuple[VideoList, list[str]]:
     """Return the videos of a split's folder, in the order of their classes and names, and what is wrong with it."""
-    endings = " ".join(EXTENSIONS)
-    class_names = sorted((entry.name for entry in os.scandir(folder) if entry.is_dir()), key=natural_key)
-    if not class_names:
-        return VideoList(), [
-            f"{folder} holds no class folder; each class is a folder of videos. Make {folder}/<class>/<video>."
-        ]
-    videos, misplaced = VideoList(), []
-    for where, _, names in os.walk(folder, followlinks=True):
-        place = Path(where)
-        found = [os.path.join(where, name) for name in names if os.path.splitext(name)[1].lower() in EXTENSIONS]
-        if place.parent == folder:
-            videos.paths += found
-            videos.labels += [place.name] * len(found)
-        else:
-            misplaced += found
-    if not videos.paths and not misplaced:
-        return videos, [
-            f"{folder} holds {len(class_names)} class folders but no video; names of videos end in {endings}."
-        ]
-    if misplaced:
-        return videos, [
-            f"{len(misplaced)} of {len(misplaced) + len(videos)} videos in {folder} do not lie in {folder}/<class> "
-            f"itself ({_listed(misplaced)}), so their class is not clear. Move them, or use another data.root."
-        ]
-    num_of = Counter(videos.labels)
-    empty = [name for name in class_names if not num_of[name]]
-    # In val a class may well have no video; in train it would shift the numbers of the classes after it.
-    if empty and folder.name == "train":
-        return videos, [
-            f"{len(empty)} of {len(class_names)} class folders in {folder} hold no video ({_listed(empty)}), and a "
-            f"class without videos cannot be learnt. Remove these folders or fill them (videos end in {endings})."
-        ]
-    return videos.sorted(), []
+    paths = [
+        os.path.join(where, name)
+        for where, _, names in os.walk(folder, followlinks=True)
+        for name in names
+        if os.path.splitext(name)[1].lower() in EXTENSIONS
+    ]
+    complaints = layout_complaints(folder, paths, "video", EXTENSIONS)
+    return VideoList(paths, [class_of(path) for path in paths]).sorted(), complaints
 
 
 def _label_complaints(root: Path, train: VideoList, val: VideoList) -> list[str]:
-    """Say which classes of validation the model would have no output for."""
-    wanted = set(val.labels)
-    unknown = sorted(wanted - set(train.class_to_idx()), key=natural_key)
-    if not unknown:
-        return []
-    return [
-        f"{len(unknown)} of {len(wanted)} classes of val in {root} are missing in train ({_listed(unknown)}); the "
-        f"model has no output for them. Add them to train or take them out of val."
-    ]
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return unknown_complaints(train.class_to_idx(), val.labels, "in train", f"of val in {root}")
