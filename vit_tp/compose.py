@@ -29,6 +29,7 @@ from vit_tp.config.types import close_names, fit
 from vit_tp.errors import ConfigError
 
 CONF = "vit_tp.conf"
+PATTERNS = ("data.train_shards", "data.val_shards")  # of file names
 FREE = "model.kwargs."  # below it any key may be named: it goes to timm
 
 
@@ -41,6 +42,8 @@ def compose(overrides: Sequence[str]) -> Config:
     Raises:
         ConfigError: Every unknown knob, unknown choice and value of a wrong type, at once.
     """
+    _require_no_expansion(overrides)
+    overrides = [_quoted(text) for text in overrides]
     ConfigStore.instance().store(name="vit_tp_schema", node=Config)
     with initialize_config_module(CONF, version_base="1.3"):
         _refuse(overrides)
@@ -181,6 +184,23 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return value
+
+
+def _quoted(text: str) -> str:
+    """Put a pattern of file names in the quotes that Hydra wants around braces."""
+    key, equals, value = text.partition("=")
+    return f"{key}{equals}'{value}'" if _key(text) in PATTERNS and "{" in value and value[0] not in "'\"" else text
+
+
+def _require_no_expansion(overrides: Sequence[str]) -> None:
+    """A shell makes several words of {000..146} where nobody quoted it, and the last would win."""
+    for knob in PATTERNS:
+        given = [text for text in overrides if _key(text) == knob]
+        if len(given) > 1:
+            raise ConfigError(
+                f"{knob} is given {len(given)} times ({given[0]}, {given[1]} ...); the shell has expanded its braces, "
+                f"and one shard would be read. Put the word in quotes: '{knob}=train-{{000000..000146}}.tar'."
+            )
 
 
 def _open_kwargs(text: str) -> str:

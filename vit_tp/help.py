@@ -65,7 +65,10 @@ def verb_help(verb: str, choices: Mapping[str, Sequence[str]]) -> str:
     lines += ["", "choices (GROUP=NAME):"]
     shown = groups if verb == "eval" else choices
     lines += [_entry(group, "  ".join(names)) for group, names in choices.items() if group in shown]
-    lines += ["", "knobs (NAME=VALUE) and their defaults before any choice:"]
+    stands = (
+        "where none is given, the run's own value holds; here: the schema's" if verb == "eval" else "before any choice"
+    )
+    lines += ["", f"knobs (NAME=VALUE) and their defaults ({stands}):"]
     for group in (*groups, *([] if "data" in groups else ["data"])):
         lines.append("")
         for knob in list_knobs():

@@ -127,3 +127,14 @@ def test_an_evaluation_may_look_otherwise_but_not_at_other_data():
     assert config.data.eval_clips == 1
     with pytest.raises(ConfigError, match=r"data\.source=digits cannot be changed here.*data\.eval_clips"):
         override(config, ["data.source=digits"], [*SECOND_HALF, *EVALUATION])
+
+
+def test_a_range_of_shards_needs_no_quotes_of_hydras_and_an_expanded_one_is_refused():
+    for text in ("data.train_shards=train-{00..12}.tar", "data.train_shards='train-{00..12}.tar'"):
+        config = compose(["data=image_tars", text])
+        assert config.data.train_shards == "train-{00..12}.tar"
+    assert complaints_of("data=image_tars", *(f"data.val_shards=val-{n}.tar" for n in (1, 2, 3))) == [
+        "data.val_shards is given 3 times (data.val_shards=val-1.tar, data.val_shards=val-2.tar ...); the shell has "
+        "expanded its braces, and one shard would be read. Put the word in quotes: "
+        "'data.val_shards=train-{000000..000146}.tar'."
+    ]

@@ -72,6 +72,7 @@ def test_the_defaults_pass():
         ({"model__pretrained": 1}, ["model.pretrained=1 is neither true nor a file"]),
         ({"data__source": "digit"}, ["data.source=digit", "digits, image_folder", "Did you mean data.source=digits?"]),
         ({**TARS, "data__crop_scale": [0.5, 0.1]}, ["data.crop_scale=[0.5,0.1]", "data.crop_scale=[0.08,1.0]"]),
+        ({**TARS, "data__auto_augment": "rnd-m9"}, ["no policy of timm's", "Did you mean data.auto_augment=rand-m9?"]),
         ({**TARS, "data__hflip": 1.5}, ["data.hflip=1.5", "at most 1"]),
         ({**TARS, "data__eval_crop": 0.0}, ["more than 0"]),
         ({"data__source": "image_folder"}, ["data.root is not set", "Use data.root=<folder>"]),

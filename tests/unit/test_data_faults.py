@@ -87,21 +87,24 @@ def test_the_log_has_a_line_for_each_fault_and_stops_at_the_share(tmp_path, caps
     path.parent.mkdir()
     path.write_text("of an earlier run\n")
     log = FaultLog(path, 0.02, 100)
-    log.note(8, (fault, fault))
+    log.note(8, (fault, fault, fault._replace(index=1)))  # a copy counts once
+    assert log.num_bad == 2
     with pytest.raises(DataError, match=r"3 of 100 samples.*data\.max_bad_fraction=0\.02.*number") as caught:
-        log.note(9, (fault,))
-    assert "unreadable_*.jsonl" in str(caught.value)
+        log.note(9, (fault._replace(index=2),))
+    assert "unreadable_*.jsonl" in str(caught.value) and "use for example data.max_bad_fraction=0.06" in str(
+        caught.value
+    )
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines == [fault._asdict()] * 3
-    assert capsys.readouterr().out.count(f"cannot read {fault.name}") == 3
+    assert lines == [fault._replace(index=index)._asdict() for index in (fault.index, fault.index, 1, 2)]
+    assert capsys.readouterr().out.count(f"cannot read {fault.name}") == 4
 
 
 def test_later_the_share_is_of_all_that_was_read(fault):
     log = FaultLog(None, 0.01, 100)
-    for _ in range(10):
-        log.note(99, (fault,))
+    for epoch in range(10):
+        log.note(99, (fault._replace(epoch=epoch),))
     with pytest.raises(DataError, match="11 of 1001"):
-        log.note(0, (fault,))
+        log.note(0, (fault._replace(epoch=10),))
     strict = FaultLog(None, 0.0, 100)
     strict.note(50, ())
     with pytest.raises(DataError, match="1 of 100"):

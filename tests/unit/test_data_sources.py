@@ -216,10 +216,15 @@ def test_each_window_of_each_image_is_a_sample(windows):
     config = folder_config(windows, tile_size=64, eval_crop=1.0)
     spec = describe(config)
     assert (spec.num_train, spec.num_val) == (4 + 1 + 1 + 1, 7)
-    assert [
-        f"1 of 4 images have no header that can be read ({windows / split / 'a' / '3.png'})" in note
-        for split, note in zip(("train", "val"), spec.notes, strict=True)
-    ] == [True, True]
+    folders = {split: windows / split for split in ("train", "val")}
+    assert list(spec.notes) == [
+        f"{folder}: {note}"
+        for folder in folders.values()
+        for note in (
+            f"1 of 4 images have no header that can be read ({folder / 'a' / '3.png'})",
+            "7 windows of 64 x 64 pixels in 4 images",
+        )
+    ]
     source = build_source(config, Form("val", 0, (64, 64)))
     assert len(source) == 7
     folder = windows / "val" / "a"

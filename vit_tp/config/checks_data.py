@@ -11,8 +11,9 @@ from pathlib import Path
 from vit_tp.config.batch import eval_views
 from vit_tp.config.limits import READ_BY, VIDEO_SOURCES
 from vit_tp.config.schema import Config, DataConfig
-from vit_tp.config.types import show
+from vit_tp.config.types import close_names, show
 
+POLICIES = ("rand", "augmix", "3a", "original", "v0")
 _FOLDERS = {
     "image_folder": "data.source=image_folder reads <data.root>/train/<class>/ and <data.root>/val/<class>/",
     "video_folder": "data.source=video_folder reads <data.root>/train/<class>/ or <data.root>/train.csv, and val alike",
@@ -39,6 +40,17 @@ def _numbers(data: DataConfig) -> Iterator[str]:
         yield (
             f"data.crop_ratio={show(ratio)} is not a range of aspect ratios; it takes two numbers, 0 < low <= high. "
             f"Use for example data.crop_ratio=[0.75,1.333]."
+        )
+    policy = data.auto_augment
+    if policy is not None and not policy.startswith(POLICIES):
+        close = close_names(policy.split("-")[0], POLICIES)
+        advice = (
+            f"Did you mean data.auto_augment={'-'.join([close[0], *policy.split('-')[1:]])}?"
+            if close
+            else ("Use for example data.auto_augment=rand-m9-mstd0.5-inc1.")
+        )
+        yield (
+            f"data.auto_augment={policy} is no policy of timm's; their names begin with {', '.join(POLICIES)}. {advice}"
         )
     for name, low in (("mean", 0.0), ("std", 1e-9)):
         values = getattr(data, name)

@@ -10,6 +10,7 @@ Does not know: file formats, ranks.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ from vit_tp.data.spec import Sample, Source, StreamSource
 from vit_tp.errors import ConfigError, DataError
 
 MAX_ATTEMPTS = 8
+NOT_THE_FILE = (ConfigError, MemoryError, torch.OutOfMemoryError)
+"""Errors that say nothing about a file: another one would fail alike, or has no memory either."""
 _SUBSTITUTE_STREAM = 3
 
 
@@ -80,8 +83,8 @@ def first_readable(
         try:
             sample = load()
             require_sample(source, key, sample)
-        except (ConfigError, MemoryError, torch.OutOfMemoryError):
-            raise  # nothing about this file: another one would fail alike, or has no memory either
+        except NOT_THE_FILE:
+            raise
         except Exception as error:
             failed.append((key, reason_of(error)))
             if not source.form.is_training:
@@ -135,6 +138,7 @@ class FaultLog:
     def __init__(self, path: Path | None, max_bad_fraction: float, allowance: int) -> None:
         self.path, self.max_bad_fraction, self.allowance = path, max_bad_fraction, allowance
         self.num_read = self.num_bad = 0
+        self._noted: set[tuple[int, int]] = set()
         self._last: Fault | None = None
 
     def note(self, num_good: int, faults: tuple[Fault, ...]) -> None:
@@ -143,8 +147,10 @@ class FaultLog:
         Raises:
             DataError: This reader alone has more faults than the whole split may have.
         """
-        self.num_read += num_good + len(faults)
-        self.num_bad += len(faults)
+        new = {(fault.epoch, fault.index) for fault in faults} - self._noted  # copies of a sample are one
+        self._noted |= new
+        self.num_read += num_good + len(new)
+        self.num_bad += len(new)
         for fault in faults:
             instead = "left out" if fault.replaced_by is None else f"replaced by {fault.replaced_by}"
             print(f"cannot read {fault.name}: {fault.reason}; {instead}", flush=True)
@@ -169,6 +175,6 @@ class FaultLog:
         raise DataError(
             f"{num_bad} of {looked_at} samples cannot be read, more than "
             f"data.max_bad_fraction={self.max_bad_fraction:g} allows{last}. Repair or remove what "
-            f"{self.path.parent / 'unreadable_*.jsonl' if self.path else 'the log'} names, or use a larger "
-            f"data.max_bad_fraction."
+            f"{self.path.parent / 'unreadable_*.jsonl' if self.path else 'the log'} names, or use for example "
+            f"data.max_bad_fraction={math.ceil(200 * num_bad / looked_at) / 100:g}."
         )

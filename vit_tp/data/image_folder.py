@@ -86,7 +86,9 @@ def _count(paths: list[str], data: DataConfig) -> tuple[int, list[str]]:
     unread = [path for path, size in zip(paths, sizes) if size is None]
     if unread:
         notes.append(f"{len(unread)} of {len(paths)} images have no header that can be read ({listed(unread)})")
-    return len(Grid(sizes, _tile_size(data))), notes
+    grid = Grid(sizes, _tile_size(data))
+    notes.append(f"{len(grid)} windows of {data.tile_size} x {data.tile_size} pixels in {len(paths)} images")
+    return len(grid), notes
 
 
 class ImageFolder:

@@ -22,7 +22,7 @@ from torch import Tensor
 from vit_tp.config import DataConfig
 from vit_tp.data.clips import ClipPipeline, require_clips
 from vit_tp.data.deadline import DecodeTimeout, each_within
-from vit_tp.data.faults import reason_of
+from vit_tp.data.faults import NOT_THE_FILE, reason_of
 from vit_tp.data.folders import SPLITS
 from vit_tp.data.images import ImagePipeline
 from vit_tp.data.order import SampleKey
@@ -162,8 +162,17 @@ class Tars:
                 raise broken
 
     def decode(self, raw: Encoded, key: SampleKey) -> Sample:
-        """Return the pixels and the class of a sample."""
-        return Sample(self._pipeline.load(NamedBytes(raw.payload, raw.name), key), raw.label)
+        """Return the pixels and the class of a sample.
+
+        Raises:
+            DataError: It cannot be decoded; with its name in the shard.
+        """
+        try:
+            return Sample(self._pipeline.load(NamedBytes(raw.payload, raw.name), key), raw.label)
+        except NOT_THE_FILE:
+            raise
+        except Exception as error:
+            raise DataError(f"{raw.name}: {reason_of(error)}") from error
 
     def name(self, index: int) -> str:
         """Return shard and place of a sample."""

@@ -74,6 +74,7 @@ def summary_lines(result: dict[str, Any], places: Mapping[str, Path]) -> list[st
         "loss": _losses(result),
         "throughput": _formatted(result, "samples_per_s", "{:,.0f} samples/s"),
         "time": _time(result),
+        "unreadable": _unreadable(result),
     }
     found = {name: _shorter(place) for name, place in places.items() if place.exists()}
     shown = {name: text for name, text in (figures | found).items() if text}
@@ -97,6 +98,11 @@ def _accuracy(result: dict[str, Any]) -> str:
 
 def _losses(result: dict[str, Any]) -> str:
     return _joined(_formatted(result, "loss", "train {:.4f}"), _formatted(result, "eval/loss", "validation {:.4f}"))
+
+
+def _unreadable(result: dict[str, Any]) -> str:
+    count = result.get("unreadable")
+    return f"{count:,} samples were replaced or left out; log/unreadable_*.jsonl names them" if count else ""
 
 
 def _time(result: dict[str, Any]) -> str:

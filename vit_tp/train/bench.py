@@ -17,21 +17,9 @@ import torch.distributed as dist
 from vit_tp.config import Config
 from vit_tp.data.loader import Batch
 from vit_tp.train.assemble import Assembly
+from vit_tp.train.bench_steps import WARM_UP, queued_batches, total_steps
 from vit_tp.train.communication import stop_communication
 from vit_tp.train.rank import RankEnv, join
-
-WARM_UP = 2
-"""Steps of training before the clock starts: the first make buffers and optimizer states."""
-
-
-def total_steps(config: Config, num_steps: int) -> int:
-    """Return how many steps of data a measurement of so many steps takes at most: it empties the queue twice."""
-    return WARM_UP + 2 * (num_steps + queued_batches(config))
-
-
-def queued_batches(config: Config) -> int:
-    """Return how many micro-batches worker processes may have ready beforehand."""
-    return config.data.num_workers * (config.data.prefetch + 1)
 
 
 def bench_data_rank(config: Config, env: RankEnv, num_steps: int) -> dict[str, float]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from vit_tp.config import BatchPlan, Config, is_one_model
 from vit_tp.config.schema import VideoConfig
+from vit_tp.config.sizes import resolution_schedule
 from vit_tp.config.types import show
 from vit_tp.data.order import steps_per_epoch
 from vit_tp.data.spec import DataSpec
@@ -65,6 +66,26 @@ def _stream(model: nn.Module, config: Config) -> Iterator[str]:
         yield "recompute outputs of norms and activations"
     elif whole:
         yield f"recompute {'all blocks' if len(whole) == num_blocks(model) else 'blocks ' + ', '.join(map(str, whole))}"
+
+
+def _where(config: Config) -> str:
+    return f" in {config.data.root}" if config.data.root else ""
+
+
+def _sizes(config: Config, model: nn.Module) -> Iterator[str]:
+    """Yield what a person should know of sizes: how they change, and what patches leave out."""
+    _, _, *_, height, width = input_shape(model, 1)
+    schedule = resolution_schedule(config)
+    if schedule:
+        begun = [] if schedule[0][0] == 0 else [(0, (height, width))]
+        sizes = [f"{y} x {x} from epoch {epoch}" for epoch, (y, x) in (*begun, *schedule)]
+        yield f"sizes     {', '.join(sizes)}; evaluation at {height} x {width}"
+    patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    if isinstance(patch, tuple) and len(patch) == 2 and (height % patch[0] or width % patch[1]):
+        yield (
+            f"pixels    patches of {patch[0]} x {patch[1]} leave out the last {height % patch[0]} rows and "
+            f"{width % patch[1]} columns of {height} x {width}"
+        )
 
 
 def _evaluation(plan: BatchPlan) -> Iterator[str]:
@@ -128,8 +149,9 @@ def describe_run(
         f"batch     {plan.global_batch_size} = {plan.micro_batch_size} samples x {plan.grad_accum_steps} micro-batches "
         f"x {plan.dp_size} replicas",
         *_evaluation(plan),
-        f"data      {config.data.source}: {spec.num_train} training and {spec.num_val} validation samples, "
-        f"{spec.num_classes} classes, {steps} steps an epoch "
+        *_sizes(config, model),
+        f"data      {config.data.source}{_where(config)}: {spec.num_train} training and {spec.num_val} validation "
+        f"samples, {spec.num_classes} classes, {steps} steps an epoch "
         f"({spec.num_train - steps * plan.global_batch_size} left over)",
         *(f"data      {note}" for note in spec.notes),
     ]

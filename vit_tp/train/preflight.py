@@ -126,7 +126,7 @@ def preflight(config: Config, training: bool = True, memory: DeviceMemory | None
         with complaints:
             need = _require_memory(config, model, spec, memory)
     if complaints:
-        raise ConfigError(complaints)
+        raise ConfigError(list(dict.fromkeys(complaints)))
     lines = describe_run(config, topology, plan, spec, model, bounds, matches, need) if training else []
     lines += [f"weights   {start}"] if start else []
     return Preflight(topology, plan, spec, bounds, lines)

@@ -81,11 +81,16 @@ def require_subject(request: Request) -> None:
             f"vit-tp bench was asked for {request.subject or 'nothing'}; it measures {SUBJECT}. "
             f"Use vit-tp bench {SUBJECT} [OVERRIDE ...]."
         )
+    if any(word.startswith("run=") for word in request.overrides):
+        raise ConfigError(
+            f"vit-tp bench takes what vit-tp train takes, not the folder of a run; it measures before one is there. "
+            f"Use vit-tp bench {SUBJECT} --config-file <run folder>/config.yaml, or the run's own overrides."
+        )
 
 
 def _measured(config: Config, scratch: str) -> Config:
     """Return the run with as many steps as the measurement takes."""
-    from vit_tp.train.bench import total_steps
+    from vit_tp.train.bench_steps import total_steps
 
     measured = copy.deepcopy(config)
     measured.run.dir, measured.run.name = scratch, "bench"
