@@ -115,18 +115,18 @@ class ClipPipeline:
             with sample_randomness(self.form.seed, key):
                 # A stream of its own: the transform begins the outer one anew.
                 clips = [drawn_places(self.data, self.num_frames, random.Random(random.getrandbits(64)).random)]
-        views: Tensor | None = None
+        views: np.ndarray | None = None
         for place, frame in self._frames(file, clips):
             # All frames of a clip see the same random numbers, whatever they show.
             with sample_randomness(self.form.seed, key) if self.form.is_training else nullcontext():
                 pixels = transform(Image.fromarray(frame))  # (3, Y, X), or (crops, 3, Y, X)
             if views is None:
                 crops = self.views // len(clips)
-                views = torch.empty(len(clips), crops, 3, self.num_frames, *pixels.shape[-2:], dtype=torch.uint8)
+                views = np.empty((len(clips), crops, 3, self.num_frames, *pixels.shape[-2:]), np.uint8)
             clip, index = divmod(place, self.num_frames)
-            views[clip, :, :, index] = pixels
+            views[clip, :, :, index] = pixels.numpy()  # torch would wake its threads for each frame
         assert views is not None
-        return views.flatten(0, 1) if self.views > 1 else views[0, 0]
+        return torch.from_numpy(views).flatten(0, 1) if self.views > 1 else torch.from_numpy(views[0, 0])
 
     def _frames(self, file: str | os.PathLike | BinaryIO, clips: Sequence[Places]) -> Iterator[tuple[int, np.ndarray]]:
         """Yield each frame (Y, X, 3) of some clips and its place, clip * T + index, in the order of their times."""
