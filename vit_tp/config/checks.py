@@ -223,6 +223,7 @@ def _has_countable_batches(config: Config) -> bool:
     """Say whether sizes are in range and the schedule is known, so that it makes sense to ask whether they divide."""
     compute, whole = config.compute, config.recipe.global_batch_size
     sizes = (whole, compute.micro_batch_size, compute.eval_micro_batch_size, config.parallel.dp)
+    sizes += (config.data.eval_clips, config.data.eval_crops)
     return config.parallel.schedule in SCHEDULES and all(size is None or size >= 1 for size in sizes)
 
 

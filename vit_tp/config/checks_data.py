@@ -5,6 +5,7 @@ Does not know: what is in the files (data/).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,11 @@ def data_complaints(config: Config) -> Iterator[str]:
     yield from _patience(config)
     yield from _views(config)
     yield from _root(config.data)
+    if config.data.repeats > config.recipe.global_batch_size >= 1:
+        yield (
+            f"data.repeats={config.data.repeats} is more than recipe.global_batch_size="
+            f"{config.recipe.global_batch_size}; a batch would hold one sample. Use for example data.repeats=3."
+        )
 
 
 def _numbers(data: DataConfig) -> Iterator[str]:
@@ -36,7 +42,7 @@ def _numbers(data: DataConfig) -> Iterator[str]:
             f"data.crop_scale={show(scale)} is not a range of areas; it takes two shares of the image, "
             f"0 < low <= high <= 1. Use for example data.crop_scale=[0.08,1.0]."
         )
-    if len(ratio) != 2 or not 0 < ratio[0] <= ratio[1]:
+    if len(ratio) != 2 or not 0 < ratio[0] <= ratio[1] < math.inf:
         yield (
             f"data.crop_ratio={show(ratio)} is not a range of aspect ratios; it takes two numbers, 0 < low <= high. "
             f"Use for example data.crop_ratio=[0.75,1.333]."

@@ -7,6 +7,7 @@
       plots/training.png     the same as a picture
       export/                weights under timm's names (checkpoint/export.py says which files)
       partial/               instead of export/, where they are a model on the run's own tp alone (recipe.sync=partial)
+      classes.json           names of the classes in the order of their numbers, where the data have names
       result.json            how the run ended; it has finished where this is there
       log/                   a log folder, see below
       eval/<tag>.yaml        configuration of an evaluation
@@ -69,6 +70,10 @@ class RunFolder:
     def weights(self) -> Path:
         """The folder that holds this run's weights."""
         return self.partial if self.partial.exists() else self.export
+
+    @property
+    def classes(self) -> Path:
+        return self.path / "classes.json"
 
     @property
     def result(self) -> Path:

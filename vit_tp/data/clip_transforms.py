@@ -20,7 +20,7 @@ from torchvision.transforms import functional as TF
 
 from vit_tp.config import DataConfig
 from vit_tp.data.spec import Size
-from vit_tp.data.transforms import apply, build_transform
+from vit_tp.data.transforms import apply, build_transform, require_resizable
 
 FrameTransform = Callable[[Image.Image], Tensor]
 """From a frame to (3, Y, X) uint8, or to (3, 3, Y, X) with three crops."""
@@ -59,6 +59,7 @@ class ThreeCrops:
     def __call__(self, image: Image.Image) -> Tensor:
         """Return the crops (3, 3, Y, X): crop, channel, row, column."""
         height, width = self.size
+        require_resizable(image.size, (width, height))
         scale = max(height / image.height, width / image.width)
         resized = [max(height, round(image.height * scale)), max(width, round(image.width * scale))]
         pixels = TF.pil_to_tensor(TF.resize(image, resized, self.interpolation))

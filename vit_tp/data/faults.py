@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vit_tp.data.deadline import DecodeTimeout
 from vit_tp.data.order import SampleKey
 from vit_tp.data.spec import Sample, Source, StreamSource
 from vit_tp.errors import ConfigError, DataError
@@ -86,6 +87,8 @@ def first_readable(
         except NOT_THE_FILE:
             raise
         except Exception as error:
+            if isinstance(error, DecodeTimeout):  # at once: peers that wait may end the job before the batch is whole
+                print(f"{source.name(key.index)}: {error}", flush=True)
             failed.append((key, reason_of(error)))
             if not source.form.is_training:
                 return Loaded(key, None, _faults(source, failed, None))

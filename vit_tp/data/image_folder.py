@@ -71,7 +71,8 @@ def describe_image_folder(data: DataConfig) -> DataSpec:
     for split in SPLITS:
         counts[split], of_split = _count(found[split], data)
         notes += [f"{root / split}: {note}" for note in of_split]
-    return DataSpec(counts["train"], counts["val"], len(train), IN_CHANS, mean, std, notes=tuple(notes))
+    names = tuple(class_folders(root / "train"))
+    return DataSpec(counts["train"], counts["val"], len(train), IN_CHANS, mean, std, False, tuple(notes), names)
 
 
 def _count(paths: list[str], data: DataConfig) -> tuple[int, list[str]]:
@@ -122,6 +123,11 @@ class ImageFolder:
         self._grid = None
         if data.tile_size is not None:
             self._grid = Grid(_sizes((path for path, _ in images), data), _tile_size(data))
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes in the order of their numbers."""
+        return tuple(self.class_to_idx)
 
     def __len__(self) -> int:
         """Return the number of images, or of their windows."""

@@ -173,4 +173,7 @@ def _orientation(image: ImageFile.ImageFile) -> int:
     # PIL decodes a whole PNG to see whether its EXIF block comes last; where it comes first, as it should, it is known.
     if image.format == "PNG" and not {"exif", "Raw profile type exif", "XML:com.adobe.xmp"} & image.info.keys():
         return 1
-    return image.getexif().get(_ORIENTATION, 1)
+    try:
+        return image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # whatever PIL's parser raises: a spoilt block says nothing about the pixels, which may be sound
+        return 1

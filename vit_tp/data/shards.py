@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -122,7 +123,8 @@ def count_samples(url: str, identity: tuple[int, int] | None) -> Counted:
                     for member in members:
                         suffixes.add(member.suffix)
                         if member.suffix == LABEL:
-                            label = _number(member.read())
+                            label = number_of(member.read())
+                            label = -1 if label is None else label  # found out with its name when it is read
                     samples, highest = samples + 1, max(highest, label)
             except BROKEN as error:
                 reason = str(error)
@@ -139,11 +141,9 @@ def count_samples(url: str, identity: tuple[int, int] | None) -> Counted:
     return Counted(samples, highest, f"is cut short after {samples} samples ({reason})" if reason else "")
 
 
-def _number(payload: bytes) -> int:
-    try:
-        return int(payload)
-    except ValueError:  # found out again, with its name, when the sample is read
-        return -1
+def number_of(payload: bytes) -> int | None:
+    """Return the class that a label's file holds; None where it is not one whole number."""
+    return int(payload) if re.fullmatch(rb"\s*[+-]?[0-9]+\s*", payload) else None
 
 
 def _look_up(root: Root, folder: str, names: Sequence[str], notes: list[str]) -> dict[str, Counted]:

@@ -31,6 +31,7 @@ class DataSpec:
         std: What each channel is divided by then.
         is_video: Whether samples are clips.
         notes: Lines for a person, such as a shard that is cut short.
+        class_names: Names of the classes in the order of their numbers; none where they are numbers only.
     """
 
     num_train: int
@@ -41,6 +42,7 @@ class DataSpec:
     std: tuple[float, ...]
     is_video: bool = False
     notes: tuple[str, ...] = ()
+    class_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,13 @@ from vit_tp.data.faults import NOT_THE_FILE, reason_of
 from vit_tp.data.folders import SPLITS
 from vit_tp.data.images import ImagePipeline
 from vit_tp.data.order import SampleKey
-from vit_tp.data.shards import LABEL, Survey, survey
+from vit_tp.data.shards import LABEL, Survey, number_of, survey
 from vit_tp.data.spec import DataSpec, Form, Sample, Unreadable
 from vit_tp.data.tar_members import BROKEN, Member, NoEnd, finish, group_members, opened, require_webdataset, stop
 from vit_tp.data.transforms import IN_CHANS, normalisation
 from vit_tp.errors import ConfigError, DataError
 
+MAX_CLASSES = 10_000_000
 IMAGES = frozenset({"jpg", "jpeg", "jpe", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "jp2", "avif"})
 VIDEOS = frozenset({"mp4", "m4v", "mov", "mkv", "webm", "avi", "mpg", "mpeg", "wmv", "flv", "ogv", "3gp", "ts"})
 _TOLD_S = 0.5  # from one sign of life to the next, while samples are passed over
@@ -172,6 +173,8 @@ class Tars:
         except NOT_THE_FILE:
             raise
         except Exception as error:
+            if raw.name in str(error):
+                raise
             raise DataError(f"{raw.name}: {reason_of(error)}") from error
 
     def name(self, index: int) -> str:
@@ -197,9 +200,8 @@ class Tars:
         if media is None or label is None:
             lacking = f"no .{LABEL}" if label is None else "no image" if "jpg" in self._suffixes else "no video"
             return Unreadable(f"{name} has {lacking} (it has {', '.join(sorted(seen))})")
-        try:
-            number = int(label)
-        except ValueError:
+        number = number_of(label)
+        if number is None:
             return Unreadable(f"{name}.{LABEL} is not a whole number")
         if number < 0 or (self._num_classes is not None and number >= self._num_classes):
             return Unreadable(f"{name}.{LABEL} is {number}, and classes are 0 .. data.num_classes - 1")
@@ -270,6 +272,11 @@ def _num_classes(data: DataConfig, *splits: Survey) -> int:
         raise ConfigError(
             f"data.num_classes is not set, and of {len(unknown)} shards ({', '.join(unknown[:3])}, ...) only the sizes "
             f"are known, from sizes.json; their labels would have to be read. Use data.num_classes=<number of classes>."
+        )
+    if highest >= MAX_CLASSES:
+        raise DataError(
+            f"{name} has a sample of class {highest}, which is hardly one of {highest + 1} classes. Repair its "
+            f".{LABEL}, or use data.num_classes=<number of classes>."
         )
     if highest < 0:
         raise DataError(

@@ -24,6 +24,7 @@ from torchvision.transforms import functional as F
 
 from vit_tp.config import DataConfig
 from vit_tp.data.boxes import Box, WidthHeight, whole
+from vit_tp.data.pixels import require_decodable
 from vit_tp.data.posterize import allow_no_bits_
 from vit_tp.data.spec import Size
 from vit_tp.errors import ConfigError
@@ -62,6 +63,23 @@ class Transform(Protocol):
             image: The box of the crop, RGB, at its size or reduced.
             crop: What `crop` returned.
         """
+
+
+def require_resizable(size: WidthHeight, min_size: WidthHeight) -> None:
+    """Refuse a picture that would fill the memory when its shorter side has grown to what is wanted.
+
+    Args:
+        size: Width and height in pixels.
+        min_size: Width and height that it is resized to cover.
+
+    Raises:
+        DataError: It would.
+    """
+    scale = max(wanted / side for wanted, side in zip(min_size, size))
+    require_decodable(
+        (round(size[0] * scale), round(size[1] * scale)),
+        f"it is {size[0]} x {size[1]}, and is resized to cover {min_size[0]} x {min_size[1]}. Leave it out, or cut it.",
+    )
 
 
 def normalisation(data: DataConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -167,7 +185,12 @@ class EvalTransform:
         self._min_size = (size, size) if isinstance(size, int) else tuple(size)[::-1]
 
     def crop(self, size: WidthHeight) -> Crop:
-        """See Transform. The whole picture: what is cut away is cut away after resizing."""
+        """See Transform. The whole picture: what is cut away is cut away after resizing.
+
+        Raises:
+            DataError: It is so long that it would be resized to more pixels than PIL decodes.
+        """
+        require_resizable(size, self._min_size)
         return Crop(whole(size), self._min_size, None)
 
     def finish(self, image: Image.Image, crop: Crop) -> Tensor:

@@ -64,6 +64,7 @@ def describe_video_folder(data: DataConfig) -> DataSpec:
         std=std,
         is_video=True,
         notes=(f"no training video of {root} has label {unseen}: nothing teaches these outputs",) if unseen else (),
+        class_names=tuple(classes),
     )
 
 
@@ -90,6 +91,11 @@ class VideoFolder:
         self._labels = np.array([self.class_to_idx[label] for label in videos.labels], np.int64)
         # One array of bytes: each of a million strings would be copied into each worker as it is counted there.
         self._paths = np.array([os.fsencode(path) for path in videos.paths])
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes in the order of their numbers."""
+        return tuple(self.class_to_idx)
 
     def __len__(self) -> int:
         """Return the number of videos."""

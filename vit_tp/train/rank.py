@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
@@ -14,7 +15,8 @@ from typing import Any, Protocol, TextIO
 import torch.distributed as dist
 
 from vit_tp.checkpoint.export import save_weights
-from vit_tp.config import Config, RunFolder, config_hash, eval_tag, fingerprint, is_one_model, run_folder
+from vit_tp.config import Config, RunFolder, config_hash, fingerprint, is_one_model, run_folder
+from vit_tp.config.atomic import write_atomically
 from vit_tp.config.limits import VIDEO_SOURCES
 from vit_tp.data.decode import choose_decoder, decoder_version
 from vit_tp.errors import ConfigError
@@ -46,6 +48,8 @@ def train_rank(config: Config, env: RankEnv, console: TextIO) -> None:
     started = time.perf_counter()
     run = join(config, env)
     folder = run_folder(config)
+    if env.rank == 0 and run.data.spec.class_names:
+        write_atomically(folder.classes, json.dumps(run.data.spec.class_names, ensure_ascii=False) + "\n")
     recorder = Recorder(
         folder.path,
         config.log,
@@ -71,10 +75,18 @@ def train_rank(config: Config, env: RankEnv, console: TextIO) -> None:
     stop_communication()
 
 
-def eval_rank(config: Config, env: RankEnv, folder: RunFolder) -> dict[str, Any]:
-    """Evaluate a finished run's weights as one rank; return its figures."""
+def eval_rank(config: Config, env: RankEnv, folder: RunFolder, log_folder: Path) -> dict[str, Any]:
+    """Evaluate a finished run's weights as one rank; return its figures.
+
+    Args:
+        config: Of the evaluation.
+        env: This rank's place.
+        folder: Of the run.
+        log_folder: Of the evaluation.
+    """
     started = time.perf_counter()
-    run = join(config, env, folder.weights, folder.eval_log(eval_tag(config)))
+    run = join(config, env, folder.weights, log_folder)
+    _require_classes_of_run(folder, run.data.spec.class_names)
     figures = {
         **evaluate(run),
         "unreadable": run.data.count_unreadable(),
@@ -122,6 +134,17 @@ def _require_same(own: str) -> None:
         raise ConfigError(
             f"ranks {different} were given another configuration than rank 0; they would train different models. "
             f"Start every rank with the same overrides, or with --config-file."
+        )
+
+
+def _require_classes_of_run(folder: RunFolder, names: tuple[str, ...]) -> None:
+    """Other data may be scored, but not data whose numbers mean other classes."""
+    known = json.loads(folder.classes.read_text(encoding="utf-8")) if folder.classes.exists() else None
+    if known is not None and list(names) != known:
+        other = sorted(set(names) ^ set(known)) or ["the same names in another order"]
+        raise ConfigError(
+            f"the data have other classes than {folder} was trained on ({', '.join(other[:5])}); labels would mean other "
+            f"things than the model's answers. Use a data.root whose train/ has the folders that {folder.classes} names."
         )
 
 

@@ -85,6 +85,7 @@ class RunData:
         """Return this replica's micro-batches of some steps, on the rank that reads; None elsewhere."""
         if not self.is_reader:
             return None
+        _ = self._validation  # opened now: what is wrong with it must not wait for the first evaluation
         batches = train_batches(
             self._open("train"),
             plan=self.plan,
@@ -143,6 +144,14 @@ class RunData:
                 f"this rank finds {len(source)} samples in split {split} of data.root={self.config.data.root} and rank "
                 f"0 found {known}; replicas would read other samples than they should. Wait until no files are being "
                 f"copied, and let every host see the same ones."
+            )
+        names = getattr(source, "class_names", ())
+        if tuple(names) != self.spec.class_names:
+            other = sorted(set(names) ^ set(self.spec.class_names))
+            raise DataError(
+                f"the classes in data.root={self.config.data.root} are no longer those that the run began with "
+                f"({', '.join(other[:5])}); their numbers would mean other classes. Put the folder of training back as it "
+                f"was."
             )
         return source
 

@@ -5,6 +5,8 @@ The figures go to <run>/eval/<grid>_<dtype>.json. Does not know: how a model is 
 
 from __future__ import annotations
 
+import hashlib
+import re
 from pathlib import Path
 
 from vit_tp.config import EVALUATION, SECOND_HALF, Config, RunFolder, check, eval_tag, is_one_model
@@ -19,12 +21,12 @@ def launch(request: Request) -> int:
     """Evaluate in ranks that this process starts; return the exit code."""
     from vit_tp.compose import save_config
 
-    config, folder = _run_to_evaluate(request)
+    config, folder, otherwise = _run_to_evaluate(request)
     config, where = place(config)
     from vit_tp.train.preflight import preflight
 
     preflight(config, training=False)
-    tag = eval_tag(config)
+    tag = eval_tag(config) + otherwise
     save_config(config, folder.eval_config(tag))
     arguments = rank_arguments("eval", folder.eval_config(tag), [f"run={folder}"])
     code = start(config, arguments, where, folder.eval_result(tag), folder.eval_log(tag))
@@ -35,10 +37,10 @@ def launch(request: Request) -> int:
 
 def be_rank(request: Request, env: RankEnv) -> int:
     """Be one rank of an evaluation that something else started; return the exit code."""
-    config, folder = _run_to_evaluate(request)
+    config, folder, otherwise = _run_to_evaluate(request)
     config = with_replicas(config, env.world_size)
     require_devices(config)
-    tag = eval_tag(config)
+    tag = eval_tag(config) + otherwise
     result, log_folder = folder.eval_result(tag), folder.eval_log(tag)
     console_out, console_err = become_rank(config, env, log_folder)
 
@@ -46,7 +48,7 @@ def be_rank(request: Request, env: RankEnv) -> int:
         from vit_tp.report.result import write_result
         from vit_tp.train.rank import eval_rank
 
-        figures = eval_rank(config, env, folder)
+        figures = eval_rank(config, env, folder, log_folder)
         if env.rank == 0:
             write_result(result, figures)
         if env.rank == 0 and not is_started_by_us():
@@ -56,8 +58,11 @@ def be_rank(request: Request, env: RankEnv) -> int:
     return 0
 
 
-def _run_to_evaluate(request: Request) -> tuple[Config, RunFolder]:
-    """Return the run's configuration with the second half and the protocol as asked, and the run's folder."""
+def _run_to_evaluate(request: Request) -> tuple[Config, RunFolder, str]:
+    """Return the run's configuration with the second half and the protocol as asked, and the run's folder.
+
+    Also what tells figures of other data apart from those of the run's own, in the names of files.
+    """
     from vit_tp.compose import load_config, override
 
     named = [word.removeprefix("run=") for word in request.overrides if word.startswith("run=")]
@@ -83,7 +88,18 @@ def _run_to_evaluate(request: Request) -> tuple[Config, RunFolder]:
             f"channels of its own; on parallel.tp={config.parallel.tp} its weights would be another model. "
             f"Use parallel.tp={trained.parallel.tp}."
         )
-    return config, folder
+    return config, folder, _otherwise(trained, config)
+
+
+def _otherwise(trained: Config, asked: Config) -> str:
+    """Return "" for the run's own data, else a name for the others."""
+    other = ""
+    if asked.data.root != trained.data.root and asked.data.root is not None:
+        leaf = re.sub(r"[^A-Za-z0-9.-]+", "-", asked.data.root.rstrip("/").rsplit("/", 1)[-1]) or "root"
+        other += f"_{leaf}-{hashlib.sha256(asked.data.root.encode()).hexdigest()[:6]}"
+    if asked.data.decoder != trained.data.decoder:
+        other += f"_{asked.data.decoder}"
+    return other
 
 
 def _summary(result: Path) -> str:
