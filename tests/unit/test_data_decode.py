@@ -200,9 +200,9 @@ def test_a_size_that_changes_on_the_way_stays_that_of_the_first_frame(tmp_path, 
         assert numbers_of(frames_at(video, [middle + 0.2])) == [5]
 
 
-def test_a_name_with_a_colon_is_no_protocol(tmp_path):
+def test_a_name_with_a_colon_is_no_protocol(tmp_path, monkeypatch):
     path = write_video(tmp_path / "12:30:00.mp4", [0, 40])
-    os.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path)
     with open_video(path.name, PYAV) as video:
         assert numbers_of(frames_at(video, [0.05])) == [1]
 

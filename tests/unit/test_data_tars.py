@@ -260,6 +260,7 @@ def test_a_program_that_stops_sending_is_ended_with_its_children(folder):
     reading = source.fetch(0, 0, 12)  # left early, while the program has nothing to send
     assert next(reading).label == 7
     reading.close()
+    assert not psutil.Process().children(recursive=True)
     assert time.monotonic() - begun < 40
 
 

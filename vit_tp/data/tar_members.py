@@ -79,7 +79,7 @@ def opened(url: str) -> Iterator[BinaryIO]:
     Raises:
         OSError: There is no such file.
     """
-    from webdataset.gopen import Pipe, gopen, set_options
+    from webdataset.gopen import gopen, set_options
 
     stream = gopen(url, bufsize=0)  # what a pipe has brought is read at once, not when the block is full
     # Else what a program sent before it failed would be lost, and to be left early would count as failing.
@@ -87,17 +87,16 @@ def opened(url: str) -> Iterator[BinaryIO]:
     try:
         yield stream
     finally:
-        if isinstance(stream, Pipe):
-            stream.proc.kill()  # else one that waits for its server would be waited for; after `finish` it has ended
+        stop(stream)  # else a program that waits for its server would be waited for
         stream.close()
 
 
 def stop(stream: BinaryIO) -> None:
-    """End the program behind a URL, from another thread than the one that waits for it and will close the stream."""
+    """End the program behind a URL unless it has ended; also while another thread waits for it."""
     import psutil  # comes with DeepSpeed
     from webdataset.gopen import Pipe
 
-    if isinstance(stream, Pipe):
+    if isinstance(stream, Pipe) and stream.proc.poll() is None:
         with suppress(psutil.NoSuchProcess):
             program = psutil.Process(stream.proc.pid)
             # A shell's children hold the pipe open too.
