@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.distributed.runs import DIGITS_VIT, train_digits
+from tests.distributed.runs import DIGITS_VIT, digits_config, train_digits
 from tests.worlds import RankFailed, run_world
+from vit_tp.errors import VitTpError
 
 SLOW = pytest.mark.slow
 IMAGES = {
@@ -124,3 +126,39 @@ def test_too_many_broken_files_end_the_run(folder, tmp_path):
     knobs = {**IMAGES, "data__source": "image_folder", "data__root": str(folder), "run__dir": str(tmp_path)}
     with pytest.raises(RankFailed, match=r"\d of 24 samples cannot be read, more than data\.max_bad_fraction=0 allows"):
         run_world(train_digits, 2, 1, 1, 2, str(tmp_path), {**knobs, "data__max_bad_fraction": 0.0})
+
+
+def classes_change(root: str, run_dir: str) -> list[str]:
+    """Add a class to the folder after the run was laid out, and take one from what an evaluation reads."""
+    from vit_tp.config import RunFolder
+    from vit_tp.parallel.topology import Topology
+    from vit_tp.train.assemble import assemble
+    from vit_tp.train.communication import start_communication
+    from vit_tp.train.rank import _require_classes_of_run
+
+    knobs = {**IMAGES, "data__source": "image_folder", "data__root": root, "run__dir": run_dir}
+    run = assemble(digits_config(**knobs), Topology(), start_communication())
+    assert run.data.spec.class_names == ("class0", "class1")
+    (Path(root) / "train" / "aaa").mkdir()
+    said = []
+    folder = RunFolder(Path(run_dir))
+    folder.classes.write_text('["class0", "class1"]')
+    _require_classes_of_run(folder, run.data.spec.class_names)
+    for refused in (
+        lambda: run.data.training_batches(0, 1),
+        lambda: _require_classes_of_run(folder, ("class0", "class2")),
+        lambda: _require_classes_of_run(folder, ("class1", "class0")),
+    ):
+        with pytest.raises(VitTpError) as caught:
+            refused()
+        said.append(str(caught.value))
+    return said
+
+
+def test_numbers_mean_the_same_classes_for_the_whole_life_of_a_run(folder, tmp_path):
+    """A folder that appears in train/ would shift the numbers of all after it, in silence."""
+    root = tmp_path / "images"
+    shutil.copytree(folder, root)
+    changed, other, turned = run_world(classes_change, 1, str(root), str(tmp_path))[0]
+    assert "no longer those that the run began with (aaa)" in changed
+    assert "other classes" in other and "class1, class2" in other and "another order" in turned

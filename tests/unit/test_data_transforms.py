@@ -13,7 +13,7 @@ from vit_tp.data.boxes import whole
 from vit_tp.data.order import SampleKey
 from vit_tp.data.sampling import sample_randomness
 from vit_tp.data.transforms import build_transform, normalisation
-from vit_tp.errors import ConfigError
+from vit_tp.errors import ConfigError, DataError
 
 KNOBS = {
     "crop and flip": {},
@@ -135,3 +135,11 @@ def test_what_timm_refuses_is_named(knobs):
     [(name, value)] = knobs.items()
     with pytest.raises(ConfigError, match=f"data.{name}={value}.* do not make a timm transform .*Use for example"):
         build_transform(DataConfig(**knobs), True, (32, 32))
+
+
+@pytest.mark.parametrize("size", [(1, 5000), (65000, 1)])
+def test_a_picture_like_a_thread_is_a_fault_and_not_the_end_of_the_memory(size):
+    """Its shorter side grown to the input's would make hundreds of millions of pixels."""
+    with pytest.raises(DataError, match=r"is resized to cover .*\. Leave it out, or cut it"):
+        build_transform(DataConfig(), False, (224, 224)).crop(size)
+    build_transform(DataConfig(), False, (224, 224)).crop((300, 5000))

@@ -74,7 +74,7 @@ class DataConfig:
     )
     num_workers: int = knob(0, "loader processes on each reading rank")
     prefetch: int = knob(2, "micro-batches that each loader process makes ahead")
-    timeout_s: float | None = knob(60.0, "seconds that decoding a sample may take before another one replaces it")
+    timeout_s: float | None = knob(60.0, "seconds that decoding an image or clip, or a step in a shard, may take")
     max_bad_fraction: float = knob(0.01, "share of samples that may be unreadable before the run ends; 0: none")
     # augmentation of training samples, by timm; a clip's frames all alike
     crop_scale: list[float] = knob([0.08, 1.0], "area range of the random resized crop")

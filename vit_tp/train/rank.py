@@ -143,8 +143,9 @@ def _require_classes_of_run(folder: RunFolder, names: tuple[str, ...]) -> None:
     if known is not None and list(names) != known:
         other = sorted(set(names) ^ set(known)) or ["the same names in another order"]
         raise ConfigError(
-            f"the data have other classes than {folder} was trained on ({', '.join(other[:5])}); labels would mean other "
-            f"things than the model's answers. Use a data.root whose train/ has the folders that {folder.classes} names."
+            f"the data have other classes than {folder} was trained on ({', '.join(other[:5])}); labels would mean "
+            f"other things than the model's answers. Use a data.root whose training classes are those of "
+            f"{folder.classes}."
         )
 
 

@@ -150,8 +150,8 @@ class RunData:
             other = sorted(set(names) ^ set(self.spec.class_names))
             raise DataError(
                 f"the classes in data.root={self.config.data.root} are no longer those that the run began with "
-                f"({', '.join(other[:5])}); their numbers would mean other classes. Put the folder of training back as it "
-                f"was."
+                f"({', '.join(other[:5])}); their numbers would mean other classes. Put the training classes back as "
+                f"they were."
             )
         return source
 
