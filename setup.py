@@ -19,6 +19,7 @@ INSTALL_REQUIRES = [
     "matplotlib>=3.8,<4",  # loss and accuracy plot
     "tensorboard>=2.16,<3",  # event files
     "tqdm>=4.66,<5",  # progress bar
+    "psutil>=5.9,<8",  # ends the programs behind pipe: URLs with their children
     "packaging>=23",  # reads the range of DeepSpeed above, at start-up
     "PyYAML>=6.0,<7",  # config files that ranks read
 ]

@@ -93,7 +93,7 @@ def opened(url: str) -> Iterator[BinaryIO]:
 
 def stop(stream: BinaryIO) -> None:
     """End the program behind a URL unless it has ended; also while another thread waits for it."""
-    import psutil  # comes with DeepSpeed
+    import psutil
     from webdataset.gopen import Pipe
 
     if isinstance(stream, Pipe) and stream.proc.poll() is None:
