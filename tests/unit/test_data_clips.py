@@ -18,6 +18,7 @@ from torchvision.transforms import functional as TF
 
 from tests.videos import (
     DECODERS,
+    PLAIN,
     REAL_CLIPS,
     frames_of,
     header_length,
@@ -43,13 +44,6 @@ from vit_tp.errors import ConfigError
 
 pytest.importorskip("av", reason="PyAV is not installed")
 
-PLAIN = {
-    "crop_scale": [1.0, 1.0],
-    "crop_ratio": [1.0, 1.0],
-    "hflip": 0.0,
-    "eval_crop": 1.0,
-    "interpolation": "bilinear",
-}
 STRONG = {"auto_augment": "rand-m9-n3-mstd0.5-inc1", "vflip": 0.5, "interpolation": "random"}
 
 

@@ -102,6 +102,15 @@ def test_replicas_are_disjoint_and_an_epoch_sees_each_sample_once():
     assert seen[0].isdisjoint(seen[1]) and seen[0] | seen[1] == set(range(24))
 
 
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_every_epoch_sees_every_sample_once_on_any_number_of_replicas_and_workers(dp_size, num_workers):
+    _, targets, _ = stream(24, plan(2, 4 // dp_size, dp_size), num_workers)
+    steps = targets.view(4, 8)  # three steps of the first epoch and one of the next
+    mine = steps[:3].flatten().tolist()
+    assert sorted(mine) == list(range(24)) and steps[3].unique().numel() == 8
+
+
 def test_a_continued_run_reads_what_the_whole_run_would_have_read():
     whole, late = read(30, plan(3, 2, 2), 1), read(30, plan(3, 2, 2), 1, first_step=3)
     assert len(whole) == 8 and len(late) == 2

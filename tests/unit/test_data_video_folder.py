@@ -6,7 +6,16 @@ import pytest
 import torch
 from timm.data.readers.reader_image_folder import find_images_and_targets
 
-from tests.videos import REAL_CLIPS, frames_of, header_length, needs_real_clips, numbers_of, on_display, write_video
+from tests.videos import (
+    PLAIN,
+    REAL_CLIPS,
+    frames_of,
+    header_length,
+    needs_real_clips,
+    numbers_of,
+    on_display,
+    write_video,
+)
 from vit_tp.config import BatchPlan, DataConfig
 from vit_tp.data.loader import Loading, eval_batches, train_batches
 from vit_tp.data.order import SampleKey
@@ -15,14 +24,6 @@ from vit_tp.data.spec import Form
 from vit_tp.errors import ConfigError, DataError
 
 pytest.importorskip("av", reason="PyAV is not installed")
-
-PLAIN = {
-    "crop_scale": [1.0, 1.0],
-    "crop_ratio": [1.0, 1.0],
-    "hflip": 0.0,
-    "eval_crop": 1.0,
-    "interpolation": "bilinear",
-}
 
 
 def config(root, **knobs):

@@ -10,6 +10,7 @@ from typing import Any
 from vit_tp.config.schema import Config
 
 Size = tuple[int, int]
+"""Height and width in pixels."""
 
 
 def is_size(value: Any) -> bool:

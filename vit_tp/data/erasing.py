@@ -15,10 +15,11 @@ import torch
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
+from vit_tp.config.limits import NAMES
 from vit_tp.data.sampling import device_randomness
 from vit_tp.errors import ConfigError
 
-MODES = ("pixel", "rand", "const")
+MODES = NAMES["data.erasing_mode"]
 
 
 class Erasing:

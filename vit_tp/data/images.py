@@ -17,6 +17,7 @@ from typing import BinaryIO
 from torch import Tensor
 
 from vit_tp.config import DataConfig
+from vit_tp.config.limits import NAMES
 from vit_tp.data.boxes import Box, WidthHeight, inside, whole
 from vit_tp.data.deadline import within
 from vit_tp.data.order import SampleKey
@@ -26,7 +27,7 @@ from vit_tp.data.spec import Form, Size
 from vit_tp.data.transforms import Transform, build_transform
 from vit_tp.errors import ConfigError
 
-REDUCED_DECODE = ("never", "train", "always")
+REDUCED_DECODE = NAMES["data.reduced_decode"]
 
 
 class ImagePipeline:

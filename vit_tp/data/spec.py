@@ -12,10 +12,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from vit_tp.config.sizes import Size
 from vit_tp.data.order import SampleKey
-
-Size = tuple[int, int]
-"""Height and width in pixels."""
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ from timm.data.mixup import cutmix_bbox_and_lam, mixup_target
 from torch import Tensor
 
 from vit_tp.config import MixingConfig
+from vit_tp.config.limits import NAMES
 from vit_tp.errors import ConfigError
 
-MODES = ("batch", "pair", "elem")
+MODES = NAMES["recipe.mixing.mode"]
 
 
 class Mixer:
