@@ -229,6 +229,8 @@ def _require_logits(model: nn.Module, num_classes: int) -> None:
     try:
         for stage in stage_names(model):
             x = build_stage(model, stage)(x)
+    except ConfigError:  # a sentence of ours, whole
+        raise
     except (RuntimeError, AssertionError, ValueError, TypeError) as error:
         raise ConfigError(f"the model's forward fails on its own input size: {error}. Change model.kwargs.") from error
     if tuple(x.shape) != (2, num_classes):
